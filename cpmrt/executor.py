@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 64
 """Rows of a step at most, of one token each: sequences that decode together, nodes of a draft tree, rows of logits."""
+MAX_CERTAIN = 31
+"""Certain tokens that a slot brings in a step at most."""
 
 
 class Mask:
@@ -154,24 +156,17 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One more token for each slot (a row each). `masks`: of each, or none at all if every row may sample any token."""
+    """One more token for each slot. `masks`: of each, or none at all if every slot may sample any token.
+
+    `certain`: the tokens of each slot that come for certain before the one that is sampled, MAX_CERTAIN at most, or
+    none at all. A step has a row for each slot and a row for each of these tokens. They count as generated, and leave
+    what they would have left had they been sampled one by one, to the bit. The slot's result has them and the token
+    behind them; none of them ends the sequence.
+    """
 
     slots: tuple[int, ...]
     masks: tuple[Mask | None, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FastForward:
-    """Run tokens of the answer as a chunk, since those after the first are certain, and sample the one behind them.
-
-    `token_ids` begin with the last token that was sampled, at `position`. The others count as generated, as if they had
-    been sampled one by one; the result has them and the token behind them.
-    """
-
-    slot: int
-    token_ids: tuple[int, ...]
-    position: int
-    mask: Mask | None = None
+    certain: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +189,7 @@ class Release:
     slot: int
 
 
-Step = Admit | Keep | Recall | Prefill | Decode | FastForward | Speculate | Release
+Step = Admit | Keep | Recall | Prefill | Decode | Speculate | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +269,9 @@ class ExecutorLimits:
     page_size: int = 64
     """Tokens of a KV page."""
     takes_masks: bool = False
-    """Whether rows may have a `Mask`, and answers be fast-forwarded."""
-    min_forced: int = 2
-    """The fewest certain tokens for which a FastForward step pays, with all other slots waiting for it."""
+    """Whether rows may have a `Mask`."""
+    certain_rows: int = 0
+    """Rows of a Decode step at most where slots bring certain tokens; 0: none do."""
     max_drafting: int = 1
     """Slots of a Speculate step at most."""
     takes_tree_masks: bool = False

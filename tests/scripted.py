@@ -9,9 +9,9 @@ from zlib import crc32
 
 from cpmrt.config import TreeShape
 from cpmrt.executor import (
+    MAX_CERTAIN,
     Admit,
     ExecutorLimits,
-    FastForward,
     Mask,
     Prefill,
     Release,
@@ -125,15 +125,16 @@ class ScriptedExecutor:
             return []
         if isinstance(step, Prefill):
             return [self._prefill(step)]
-        if isinstance(step, FastForward):
-            return [self._fast_forward(step)]
         assert len(set(step.slots)) == len(step.slots)
         if isinstance(step, Speculate):
             assert len(step.slots) <= self._limits.max_drafting and (len(step.slots) == 1 or step.masks is None)
             shape = self._limits.tree_shapes[step.shape]
             return [self._speculate(self.running[slot], shape, step.masks) for slot in step.slots]
-        masks = step.masks or (None,) * len(step.slots)
-        return [self._decode(self.running[slot], mask) for slot, mask in zip(step.slots, masks, strict=True)]
+        masks, certain = step.masks or (None,) * len(step.slots), step.certain or ((),) * len(step.slots)
+        if step.certain:
+            assert len(step.slots) + sum(map(len, certain)) <= self._limits.certain_rows
+        rows = zip(step.slots, masks, certain, strict=True)
+        return [self._decode(self.running[slot], mask, tokens) for slot, mask, tokens in rows]
 
     def _prefill(self, step: Prefill) -> SlotResult:
         running = self.running[step.slot]
@@ -143,20 +144,14 @@ class ScriptedExecutor:
         running.ready = step.is_last
         return SlotResult(*self._emit(running, step.mask)) if step.is_last else SlotResult()
 
-    def _decode(self, running: Running, mask: Mask | None) -> SlotResult:
-        assert running.ready
-        return SlotResult(*self._emit(running, mask))
-
-    def _fast_forward(self, step: FastForward) -> SlotResult:
-        running, certain = self.running[step.slot], step.token_ids[1:]
+    def _decode(self, running: Running, mask: Mask | None, certain: tuple[int, ...]) -> SlotResult:
+        assert running.ready and len(certain) <= MAX_CERTAIN
         if running.finished and not self.overshoot:
             return SlotResult()
-        assert running.ready and 0 < len(step.token_ids) <= self._limits.prefill_chunk
-        assert step.position == len(running.tokens) - 1 and step.token_ids[0] == running.tokens[-1]
         for token in certain:
             self._append(running, token)
         assert self.overshoot or not running.finished, "a certain token was the last one: the rest is surplus"
-        tokens, logprobs = self._emit(running, step.mask)
+        tokens, logprobs = self._emit(running, mask)
         return SlotResult((*certain, *tokens), logprobs)
 
     def right(self, running: Running, path: tuple[int, ...]) -> int:

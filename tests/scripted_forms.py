@@ -93,8 +93,10 @@ def tokens_of(engine, seq):
     return [token for result in engine.stream(seq) for token in result.token_ids]
 
 
-def limits(run_ahead=4, max_sequences=4, prefill_chunk=16, **others):
-    return ExecutorLimits(max_sequences, 128, prefill_chunk, run_ahead=run_ahead, takes_masks=True, **others)
+def limits(run_ahead=4, max_sequences=4, prefill_chunk=16, *, certain_rows=16, **others):
+    return ExecutorLimits(
+        max_sequences, 128, prefill_chunk, run_ahead=run_ahead, takes_masks=True, certain_rows=certain_rows, **others
+    )
 
 
 def expected(prompt, number, seed, new, stop):

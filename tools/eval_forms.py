@@ -155,7 +155,7 @@ def _best_rate(
         params = [replace(shared, seed=100 * repeat + number) for number in range(wish.sequences)]
         answers = llm.generate([PROMPT] * wish.sequences, params)
         seconds = max(answer.stats.decode_s for answer in answers)
-        steps = counts["Speculate"] + counts["Decode"] + counts["FastForward"]
+        steps = counts["Speculate"] + counts["Decode"]
         tokens = sum(len(answer.token_ids) - 1 for answer in answers)
         step = f"{tokens / steps:.2f} tokens and {1e3 * seconds / steps:.3f} ms a step"
         runs.append(((steps if counts_steps else tokens) / seconds, "steps/s" if counts_steps else "tok/s", step))
@@ -183,7 +183,7 @@ def _saved_steps(llm: LLM, counts: Counter[str]) -> None:
         counts.clear()
         params = SamplingParams(json_schema=TOOL_CALL, temperature=1.0, seed=seed, max_new_tokens=200)
         tokens += len(llm.generate(PROMPT, params).token_ids)
-        steps += counts["Prefill"] + counts["Decode"] + counts["FastForward"]
+        steps += counts["Prefill"] + counts["Decode"]
     saved = f"{1 - steps / tokens:.0%} of the steps saved"
     print(f"a tool call, mean of 10: {tokens / 10:.1f} tokens in {steps / 10:.1f} steps, {saved}")
 

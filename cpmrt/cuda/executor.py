@@ -27,13 +27,13 @@ from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.lightning import SlotStates
 from cpmrt.cuda.ops.screened_head import can_screen
-from cpmrt.cuda.step.costs import measured_limits, min_forced
+from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
 from cpmrt.cuda.step.launches import masked_launches, step_launches
 from cpmrt.cuda.step.masks import MaskedGraphs, MaskRing
-from cpmrt.cuda.step.memory import buckets, row_counts
-from cpmrt.cuda.step.rings import FastForwarded, Nothing, Rings
+from cpmrt.cuda.step.memory import buckets, certain_rows, row_counts
+from cpmrt.cuda.step.rings import Nothing, Rings, WithCertain
 from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
 from cpmrt.dtypes import F32, Array, to_float32
 from cpmrt.errors import ConfigError, NoDeviceError
@@ -42,7 +42,6 @@ from cpmrt.executor import (
     Admit,
     Decode,
     ExecutorLimits,
-    FastForward,
     Keep,
     Mask,
     Pending,
@@ -82,13 +81,12 @@ class CudaExecutor:
             max(_RUN_AHEAD, 2 * engine.steps_per_launch), max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages,
             page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), takes_masks=True, takes_tree_masks=True,
             num_snapshots=layout.num_snapshots, remakes_answers=True,
-            min_forced=min_forced(
-                is_packed=self.config.quantization is not None, max_sequences=plan.max_sequences
-            ),
+            certain_rows=certain_rows(self.config, engine, layout),
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype
         self._buckets, self._row_counts = buckets(engine.prefill_chunk), row_counts(engine.max_sequences)
+        self._masked_counts = row_counts(max(engine.max_sequences, self._limits.certain_rows))
         self._num_logprobs: dict[int, int] = {}
         self._screened: set[int] = set()
         """Slots of sequences for which it pays to screen the head."""
@@ -154,15 +152,13 @@ class CudaExecutor:
         if isinstance(step, Decode):
             slots = step.slots
             if self._speculation is not None:
-                self._speculation.make_room(self._graphs, slots)
-            self._rings.write_slots(DECODE, slots)
-            if any(step.masks):
+                self._speculation.make_room(self._graphs, step)
+            if any(step.masks) or any(step.certain):
                 return self._submit_masked(step)
+            self._rings.write_slots(DECODE, slots)
             graph = self._decode_graph(slots)
             start = self._graphs.run_step(graph, slots)
             return self._rings.sent(len(slots), self._logprobs_of(slots), start, is_screened=graph[0] == "screened")
-        if isinstance(step, FastForward):
-            return self._submit_fast_forward(step)
         if isinstance(step, Speculate):
             return self._submit_speculate(step)
         if isinstance(step, Admit):
@@ -195,24 +191,32 @@ class CudaExecutor:
         return "screened" if is_screened else "decode", num_rows
 
     def _submit_masked(self, step: Decode) -> Pending:
-        """Start a decode step whose command is written."""
-        self._masked.masks.write(self._rings.next_number, step.masks)
-        self._masked.run_decode(_at_least(len(step.slots), self._row_counts))
-        return self._rings.sent(len(step.slots), self._logprobs_of(step.slots))
+        """Start a decode step some of whose slots have masks or bring certain tokens."""
+        certain, masks = step.certain or ((),) * len(step.slots), step.masks or (None,) * len(step.slots)
+        self._rings.write_certain(step.slots, certain)
+        if not any(certain):
+            self._run_masked(masks)
+            return self._rings.sent(len(masks), self._logprobs_of(step.slots))
+        rows, num_logprobs = list[Mask | None](), list[int]()
+        of_slots = zip(certain, masks, self._logprobs_of(step.slots), strict=True)
+        for tokens, mask, count in of_slots:
+            rows += *(None,) * len(tokens), mask
+            num_logprobs += *(0,) * len(tokens), count
+        self._run_masked(rows)
+        return WithCertain(self._rings.sent(len(rows), tuple(num_logprobs)), certain)
 
-    def _submit_fast_forward(self, step: FastForward) -> Pending:
-        if self._speculation is not None:
-            self._speculation.before_chunk(self._graphs, step.slot)
-        chunk = Prefill(step.slot, step.token_ids, step.position, True, step.mask or Mask(is_filled=True))
-        return FastForwarded(self._submit_prefill(chunk, is_answer=True), step.token_ids[1:])
+    def _run_masked(self, masks: Sequence[Mask | None]) -> None:
+        """Start the decode step whose command is written; `masks`: of its rows."""
+        self._masked.masks.write(self._rings.next_number, masks)
+        self._masked.run_decode(_at_least(len(masks), self._masked_counts))
 
-    def _submit_prefill(self, step: Prefill, *, is_answer: bool = False) -> Pending:
+    def _submit_prefill(self, step: Prefill) -> Pending:
         self._rings.write(step)
         bucket = _at_least(len(step.token_ids), self._buckets)
         self._graphs.run(("prefill", bucket))
         if step.is_last and step.mask is not None:
             self._masked.masks.write(self._rings.next_number, (step.mask,))
-            self._masked.run_behind_chunk(is_answer)
+            self._masked.run_first()
         elif step.is_last:
             self._graphs.run("first")
         if self._speculation is not None:
@@ -222,10 +226,23 @@ class CudaExecutor:
     @cached_property
     def _masked(self) -> MaskedGraphs:
         """What runs steps with masks, made for the first one."""
-        masks = MaskRing(self._row_counts[-1], self.config.vocab_size)
+        masks = MaskRing(self._masked_counts[-1], self.config.vocab_size)
         self._resources.callback(masks.close)
         after_decode = None if self._speculation is None else self._speculation.after_decode
-        return MaskedGraphs(self._graphs, masks, *masked_launches(self._steps, self._forward, masks, after_decode))
+        launches = masked_launches(self._steps, self._forward, masks, after_decode)
+        return MaskedGraphs(self._graphs, masks, self._prepare_rows, *launches)
+
+    def _prepare_rows(self, num_rows: int) -> None:
+        """Compile what a decode step of so many rows needs, and run it once on padding rows, which loads it."""
+        if num_rows in self._row_counts:
+            return
+        with self._launcher.recording() as modules:
+            self._forward.decode(num_rows)
+        self._modules.compile(modules)
+        self._graphs.flush()
+        with self.stream:
+            self._arrays["slots"][:num_rows].fill(-1)
+        self._forward.decode(num_rows)
 
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:

@@ -22,7 +22,7 @@ from cpmrt.cuda.ops.gemm import GEMM, Gemm, trial_tile
 from cpmrt.cuda.ops.linear_packed.products import held_weights
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import step_modules
-from cpmrt.cuda.step.memory import buckets, row_counts
+from cpmrt.cuda.step.memory import buckets, certain_rows, row_counts
 from cpmrt.errors import ConfigError
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import PREFIX, Draft
@@ -114,6 +114,8 @@ def _record(
     taps, chunks = draft.config.taps if draft else (), buckets(settings.prefill_chunk)
     forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, taps)
     forward.every_shape(chunks, row_counts(settings.max_sequences))
+    for count in row_counts(certain_rows(config, settings, plan.caches)):  # once an answer has a form
+        forward.decode(count)
     if draft is not None:
         own = draft_forward(draft, plan.draft_caches, device, launcher, gemm, arrays)
         every_shape(draft, forward, own, chunks)

@@ -6,7 +6,7 @@ from cpmrt.engine.guide import Guide, Matcher
 from cpmrt.engine.late_form import LateForm
 from cpmrt.engine.sequence import Request
 from cpmrt.errors import ContextLengthError, RequestError
-from cpmrt.executor import ExecutorLimits
+from cpmrt.executor import MAX_CERTAIN, ExecutorLimits
 
 
 def check_request(request: Request, limits: ExecutorLimits) -> None:
@@ -47,8 +47,6 @@ def late_form_of(request: Request, limits: ExecutorLimits) -> LateForm | None:
 
 
 def _guide(matcher: Matcher, request: Request, limits: ExecutorLimits) -> Guide:
-    # A FastForward step has no logits, and so no log-probabilities, of the tokens that it takes without sampling. A
-    # state beside the pages may want chunks that begin at certain positions.
-    is_plain = request.sampling.logprobs or limits.num_snapshots
-    max_run = 0 if is_plain else limits.prefill_chunk
-    return Guide(matcher, max_run, request.stop_token_ids, min_run=limits.min_forced)
+    # Tokens that are not sampled have no log-probabilities.
+    max_run = MAX_CERTAIN if limits.certain_rows and not request.sampling.logprobs else 0
+    return Guide(matcher, max_run, request.stop_token_ids)

@@ -44,7 +44,7 @@ class DecodeSteps:
         shape = transitions.next_shape(decoding[0]) if may_draft else PLAIN
         step = self._made.get(shape)
         if step is None:
-            step = self._made[shape] = transitions.decode_step(decoding, shape)
+            step = self._made[shape] = transitions.decode_step(decoding, shape, self._limits)
         return step
 
     def forget(self) -> None:

@@ -20,7 +20,6 @@ from cpmrt.errors import RequestError
 from cpmrt.executor import (
     Admit,
     Executor,
-    FastForward,
     Keep,
     Prefill,
     Release,
@@ -45,8 +44,9 @@ class Engine:
     first shape. Sequences that decode together take plain steps; only where costs are unknown, and the executor drafts
     for so many, they take draft steps of the first shape. The tokens are the same in every case.
 
-    The steps of a sequence under a grammar have masks (`engine.guide`), so that it cannot run ahead by more than a
-    step, and by none that drafts; those that decode with it wait for it, and all go on together.
+    The steps of a sequence under a grammar have masks, and bring tokens that are certain (`engine.guide`). It cannot
+    run ahead by more than a step, and by none that drafts; those that decode with it wait for it, and all go on
+    together.
     """
 
     def __init__(
@@ -214,9 +214,6 @@ class Engine:
                 if seq.phase is Phase.PREFILL:
                     self._submit_prefill(seq)
                     return True
-                if transitions.wants_fast_forward(seq):
-                    self._submit(transitions.fast_forward(seq), (seq,))
-                    return True
         is_lending = bool(self._loans)
         may_draft = transitions.may_draft(decoding, self.limits, is_lending)
         awaits = partial(
@@ -289,7 +286,7 @@ class Engine:
         self._guarded(step, sequences, sequences)
         for seq in sequences:
             transitions.submitted(seq, step)
-        self._last_was_prefill = isinstance(step, (Prefill, FastForward))
+        self._last_was_prefill = isinstance(step, Prefill)
 
     def _guarded(self, step: Step, affected: tuple[Sequence, ...], receivers: tuple[Sequence, ...]) -> None:
         """Submit a step. If that fails, cancel the affected sequences: half a step may have advanced some of them."""

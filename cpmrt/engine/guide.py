@@ -2,13 +2,12 @@
 
 The mask of a step needs the token before it. So the last step that was submitted may have an empty mask, which is
 filled as soon as the step before it is done: the layers run meanwhile. Tokens that the grammar leaves no choice about
-are not sampled one by one. The first of such a run is still taken by a plain step, whose mask allows nothing else, and
-the rest follows as one `FastForward` step. Which tokens these are depends on the answer and on the settings alone, not
-on what is in flight, so that an answer has the same bits in any company.
+are not sampled one by one: a step that is submitted when they are known brings them along, a row each, and samples the
+token behind them. One that was submitted before has a mask that allows nothing but the first of them. What brings a
+certain token, be it such a row, such a mask or a draft, depends on what is in flight; it changes no bit of the answer.
 
-A step that drafts is submitted when all tokens before it are known. Each node of its tree has what plain decoding would
-have behind the node's path, from a guide of its own, a fork of its parent's (`GuidedTree`). So a node is cut where
-plain decoding would not take a decode step: behind an end, or behind the first of a run of certain tokens.
+A step that drafts is submitted when all tokens before it are known, and none is certain. Each node of its tree has what
+plain decoding would have behind the node's path, from a guide of its own, a fork of its parent's (`GuidedTree`).
 """
 
 from __future__ import annotations
@@ -50,27 +49,24 @@ class Matcher(Protocol):
 
 
 class Guide:
-    """Gives the steps of one sequence their masks. A FastForward step takes `min_run` to `max_run` tokens, so that
-    `max_run` 0 means none.
+    """Gives the steps of one sequence their masks, and at most `max_run` certain tokens each; 0: these are sampled.
 
     A token that ends the answer (`stop_ids`) is sampled even if it is certain.
 
     Where `matcher` fails, the steps in flight may sample anything, and `failure` says why their results do not count.
     """
 
-    def __init__(self, matcher: Matcher, max_run: int, stop_ids: Sequence[int] = (), *, min_run: int = 2):
-        self._matcher, self._max_run, self._min_run, self._stop_ids = matcher, max_run, min_run, stop_ids
+    def __init__(self, matcher: Matcher, max_run: int, stop_ids: Sequence[int] = ()):
+        self._matcher, self._max_run, self._stop_ids = matcher, max_run, stop_ids
         self._mask: Mask | None = None
         """The mask of the step that was submitted last."""
-        self.run: tuple[int, ...] = ()
-        """Certain tokens to fast-forward over, behind the step that was submitted last, which samples the first."""
+        self._samples_certain = False
+        """Whether that allows a certain token alone."""
         self._tree: GuidedTree | None = None
         """Of that step, if it drafts, until its result is taken."""
-        self._is_early = False
-        """Whether `_mask` is that of a step that is still to be submitted."""
         self.failure: FormError | None = None
         self._ahead: tuple[int, ...] = ()
-        """Certain tokens that submitted steps and `run` will bring."""
+        """Certain tokens that submitted steps will bring."""
         self._certain: tuple[int, ...] = ()
         """Certain tokens behind those ahead. The matcher is behind both."""
 
@@ -80,35 +76,34 @@ class Guide:
         return self._tree is None and (self._mask is None or self._mask.is_filled)
 
     @property
-    def num_ahead(self) -> int:
-        """The number of certain tokens that no result has brought yet, up to the end of `run`."""
-        return len(self._ahead)
-
-    @property
     def is_complete(self) -> bool:
         """Whether the tokens that are taken are a whole answer that nothing can follow."""
         return not (self._ahead or self._certain or self.failure) and self._matcher.is_complete
 
-    def next_mask(self, room: int, *, is_known: bool) -> Mask:
-        """Return the mask of the next step, filled if all tokens before it are known; `room` as for `fill`."""
-        if self._is_early and self._mask is not None:
-            self._is_early = False
-            return self._mask
-        self._mask, self.run = Mask(), ()
-        if is_known:
-            self.fill(room)
-        return self._mask
+    def next_mask(self) -> Mask:
+        """Return the filled mask of the next step; all tokens before it are known."""
+        self._mask = mask = Mask()
+        self.fill()
+        return mask
 
-    def begins_run(self, room: int) -> bool:
-        """Tell whether a FastForward step comes behind the next step, before which nothing is in flight."""
-        if not self._is_early:
-            self.next_mask(room, is_known=True)
-            self._is_early = True
-        return bool(self.run)
+    def next_step(self, room: int, most: int, *, is_known: bool) -> tuple[Mask, tuple[int, ...], bool]:
+        """Return the empty mask of the next step, the certain tokens that it brings, and whether `fill` is to follow.
+
+        `is_known`: whether nothing is in flight. `most`: how many it may bring. `room`: for how many more tokens there
+        is room, behind those that are taken.
+        """
+        is_known = is_known or self._samples_certain
+        self._mask, self._samples_certain = Mask(), False
+        return self._mask, self._bring(room, most) if is_known else (), is_known
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the next step, before which nothing is in flight, may bring certain tokens."""
+        return self._max_run > 0 and self._knows_certain()
 
     def tree_masks(self, room: int) -> TreeMasks:
-        """Return the masks of the next step, which drafts; nothing is in flight. `room` as for `fill`."""
-        self.next_mask(room, is_known=True)
+        """Return the masks of the next step, which drafts; nothing is in flight. `room` as for `next_step`."""
+        self.next_mask()
         self._tree = GuidedTree(self, room)
         return self._tree.masks
 
@@ -123,14 +118,13 @@ class Guide:
 
         This guide's own mask is filled. `room`: for how many tokens there is room behind the next one.
         """
-        is_last = self.run or self.failure or room <= 0 or token in self._stop_ids
-        if is_last or not _allows(self.bits, token):
+        if self.failure or room <= 0 or token in self._stop_ids or not _allows(self.bits, token):
             return None
-        fork = Guide(self._matcher.fork(), self._max_run, self._stop_ids, min_run=self._min_run)
+        fork = Guide(self._matcher.fork(), self._max_run, self._stop_ids)
         fork._ahead, fork._certain = self._ahead, self._certain
         if fork.take((token,), room + 1) or fork.is_complete:
             return None
-        fork.next_mask(room, is_known=True)
+        fork.next_mask()
         return None if fork.failure else fork
 
     def take(self, token_ids: Sequence[int], room: int) -> tuple[int, ...]:
@@ -156,12 +150,9 @@ class Guide:
         rest, self._certain = self._certain[:room], self._certain[room:]
         return rest
 
-    def fill(self, room: int) -> None:
-        """Fill the mask of the last step, if it is empty: the token before it is known now.
-
-        `room`: for how many more tokens there is room, behind those that are taken.
-        """
-        fill_masks([(self, room)])
+    def fill(self) -> None:
+        """Fill the mask of the last step, if it is empty: the token before it is known now."""
+        fill_masks([self])
 
     def let_go(self) -> None:
         """Have the steps in flight, whose results do not count, sample anything."""
@@ -169,7 +160,7 @@ class Guide:
             self._mask.fill(None)
         if self._tree is not None:
             self._tree.masks.let_go()
-        self._mask, self._tree, self._is_early, self.run = None, None, False, ()
+        self._mask, self._tree, self._samples_certain = None, None, False
         self._ahead, self._certain = (), (*self._ahead, *self._certain)
 
     def _go_along(self, tree: GuidedTree, path: Path) -> None:
@@ -179,21 +170,20 @@ class Guide:
         if node is None:
             self.failure = FormError("a draft was accepted that is cut", fix="report this")
         else:
-            self._matcher, self.run, self._ahead, self._certain = node._matcher, node.run, node._ahead, node._certain
+            self._matcher, self._ahead, self._certain = node._matcher, node._ahead, node._certain
 
-    def _begin_fill(self, room: int) -> bool:
+    def _begin_fill(self) -> bool:
         """Fill an empty mask that needs nothing of the matcher, and tell whether it is still to be filled."""
         if self._mask is None or self._mask.is_filled:
             return False
-        bits: bytes | None = None
-        try:
-            if self.failure is None:
-                if not self._knows_certain():
-                    return True
-                bits = self._next_certain(room)
-        except FormError as error:
-            self.failure = error
-        self._mask.fill(bits)
+        if self._knows_certain():
+            token, *rest = self._certain
+            self._ahead, self._certain, self._samples_certain = (*self._ahead, token), tuple(rest), True
+            self._mask.fill(_only(token))
+        elif self.failure is None:
+            return True
+        else:
+            self._mask.fill(None)
         return False
 
     def _end_fill(self) -> None:
@@ -208,37 +198,37 @@ class Guide:
 
     def _knows_certain(self) -> bool:
         """Tell whether a certain token comes next, after asking the matcher if none is known."""
-        if not self._certain:
+        if self._certain or self.failure:
+            return self.failure is None
+        try:
             self._certain = tuple(self._matcher.forced())
             if self._certain:
                 self._matcher.accept(self._certain)
-        return bool(self._certain)
+        except FormError as error:
+            self.failure = error
+        return bool(self._certain) and self.failure is None
 
-    def _next_certain(self, room: int) -> bytes:
-        """Return the bits of the next certain token, and note those that the steps up to the next `run` will bring."""
-        count = self._run_length(room - len(self._ahead))
-        brought, self._certain = self._certain[:count], self._certain[count:]
-        self.run = brought if count >= self._min_run else ()
-        self._ahead += brought
-        return _only(brought[0])
+    def _bring(self, room: int, most: int) -> tuple[int, ...]:
+        """Return the certain tokens that a step brings, behind which it samples one.
 
-    def _run_length(self, room: int) -> int:
-        """Return how many of the certain tokens the step in question and a FastForward step behind it take, at least 1.
-
-        The latter samples one more; where nothing is left to sample no such step is needed.
+        Where nothing is left to sample behind them no step needs to bring them.
         """
-        longest = 0 if self._matcher.is_complete else min(room - 1, self._max_run, len(self._certain))
+        longest = min(room - len(self._ahead) - 1, most, self._max_run)
+        if longest <= 0 or not self._knows_certain() or self._matcher.is_complete:
+            return ()
         stops = (at for at, token in enumerate(self._certain[:longest]) if token in self._stop_ids)
         length = next(stops, longest)
-        return length if length >= self._min_run else 1
+        brought, self._certain = self._certain[:length], self._certain[length:]
+        self._ahead += brought
+        return brought
 
 
-def fill_masks(guides: Iterable[tuple[Guide, int]]) -> None:
-    """Fill the masks of the last steps of several sequences, as `Guide.fill` does for one; with the `room` of each.
+def fill_masks(guides: Iterable[Guide]) -> None:
+    """Fill the masks of the last steps of several sequences, as `Guide.fill` does for one.
 
     The matchers that leave a choice are asked together.
     """
-    choosing = [guide for guide, room in guides if guide._begin_fill(room)]
+    choosing = [guide for guide in guides if guide._begin_fill()]
     if len(choosing) > 1:
         choosing[0]._matcher.prepare([guide._matcher for guide in choosing[1:]])
     for guide in choosing:

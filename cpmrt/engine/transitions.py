@@ -19,8 +19,8 @@ from cpmrt.executor import (
     Admit,
     Decode,
     ExecutorLimits,
-    FastForward,
     Keep,
+    Mask,
     Prefill,
     Recall,
     SlotResult,
@@ -68,7 +68,7 @@ def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
     borders = seq.pages.borders if seq.pages else ()
     end = min((end, *(border for border in borders if border > start)))
     is_last = end == len(text)
-    mask = seq.guide.next_mask(seq.room, is_known=True) if seq.guide and is_last else None
+    mask = seq.guide.next_mask() if seq.guide and is_last else None
     return Prefill(seq.slot, text[start:end], start, is_last, mask)
 
 
@@ -81,8 +81,7 @@ def keep_state(seq: Sequence) -> Keep | None:
 def wants_decode(seq: Sequence) -> bool:
     """Tell whether another decode step can give a token that is still wanted, as far as is known now."""
     expected = len(seq.token_ids) + seq.num_in_flight
-    is_wanted = seq.phase is Phase.DECODE and expected < seq.num_wanted
-    return is_wanted and not (seq.guide and seq.guide.run)
+    return seq.phase is Phase.DECODE and expected < seq.num_wanted
 
 
 def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, num_awaited: int) -> bool:
@@ -106,18 +105,6 @@ def have_empty_mask(sequences: Iterable[Sequence]) -> bool:
     return any(seq.guide is not None and not seq.guide.is_ready for seq in sequences)
 
 
-def wants_fast_forward(seq: Sequence) -> bool:
-    """Tell whether the next tokens of the sequence are certain, and are to be run as a chunk."""
-    return seq.guide is not None and bool(seq.guide.run) and seq.phase is Phase.DECODE
-
-
-def fast_forward(seq: Sequence) -> FastForward:
-    """Return the step that runs the certain tokens; the first is sampled, or will be by a step in flight."""
-    assert seq.guide is not None
-    run, end = seq.guide.run, len(seq.request.prompt_ids) + len(seq.token_ids) + seq.guide.num_ahead
-    return FastForward(seq.slot, run, end - len(run), seq.guide.next_mask(seq.room, is_known=True))
-
-
 def may_draft(sequences: tuple[Sequence, ...], limits: ExecutorLimits, is_lending: bool) -> bool:
     """Tell whether the next step of these sequences may draft; `is_lending`: whether any slot is lent.
 
@@ -135,26 +122,36 @@ def may_draft(sequences: tuple[Sequence, ...], limits: ExecutorLimits, is_lendin
 def next_shape(seq: Sequence) -> int:
     """Choose the tree shape for the next step of a sequence that may draft, or PLAIN.
 
-    Under a grammar nothing is drafted over a run of certain tokens.
+    Under a grammar nothing is drafted where a plain step brings certain tokens.
     """
-    if seq.guide is not None and not seq.num_in_flight and seq.guide.begins_run(seq.room):
+    if seq.guide is not None and not seq.num_in_flight and seq.guide.has_run:
         return PLAIN
     if seq.policy is None:
         return 0
     return seq.policy.choose(seq.room - seq.num_in_flight)
 
 
-def decode_step(sequences: tuple[Sequence, ...], shape: int) -> Decode | Speculate:
+def decode_step(sequences: tuple[Sequence, ...], shape: int, limits: ExecutorLimits) -> Decode | Speculate:
     slots = tuple(seq.slot for seq in sequences)
     if shape != PLAIN:
         guide, room = sequences[0].guide, sequences[0].room
         return Speculate(slots, shape, guide.tree_masks(room) if guide else None)
-    guided = [seq for seq in sequences if seq.guide]
-    if not guided:
+    if not any(seq.guide for seq in sequences):
         return Decode(slots)
-    masks = tuple([seq.guide.next_mask(seq.room, is_known=False) if seq.guide else None for seq in sequences])
-    fill_masks_of([(seq.guide, seq.room) for seq in guided if seq.guide and not seq.num_in_flight])
-    return Decode(slots, masks)
+    masks, certain, known = list[Mask | None](), list[tuple[int, ...]](), list[Guide]()
+    num_free = limits.certain_rows - len(sequences)
+    for seq in sequences:
+        mask: Mask | None = None
+        brought: tuple[int, ...] = ()
+        if seq.guide:
+            mask, brought, is_known = seq.guide.next_step(seq.room, num_free, is_known=not seq.num_in_flight)
+            if is_known:
+                known.append(seq.guide)
+        masks.append(mask)
+        certain.append(brought)
+        num_free -= len(brought)
+    fill_masks_of(known)
+    return Decode(slots, tuple(masks), tuple(certain) if any(certain) else ())
 
 
 def submitted(seq: Sequence, step: Step) -> None:
@@ -212,7 +209,7 @@ def fill_masks(sequences: Iterable[Sequence]) -> list[Sequence]:
     Returns the sequences whose grammar has failed there; they are finished.
     """
     waiting = [seq for seq in sequences if seq.guide and seq.phase is Phase.DECODE and seq.num_in_flight == 1]
-    fill_masks_of([(seq.guide, seq.room) for seq in waiting if seq.guide])
+    fill_masks_of([seq.guide for seq in waiting if seq.guide])
     return [seq for seq in waiting if _has_failed(seq)]
 
 

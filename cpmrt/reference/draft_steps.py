@@ -13,7 +13,6 @@ from cpmrt.dtypes import F32
 from cpmrt.executor import SlotResult, TreeMasks
 from cpmrt.ops import Rows
 from cpmrt.reference.draft_tree import TreeGrowth, chain_nodes, lookup, top_k, without_others
-from cpmrt.speculation.procedure import MAX_WAITING
 
 if TYPE_CHECKING:
     from cpmrt.reference.drafting import Drafter
@@ -50,22 +49,13 @@ class DraftStep:
         else:
             self._logits = drafter.run(self._rows, self._hidden, newest, is_first=True)
 
-    def catch_up_begin(self) -> None:
-        self._set_waiting(MAX_WAITING)
+    def catch_up_begin(self, num_rows: int) -> None:
+        self._set_waiting(num_rows)
 
     def catch_up_end(self) -> None:
         carry = self._drafter.carry
         if carry is not None:
-            carry[self._slot, 0] = carry[self._slot, -1]
-        self._show_inner()
-
-    def see(self, num_rows: int) -> None:
-        """Run the draft over all tokens that wait, of which the newest goes on waiting."""
-        self._set_waiting(num_rows)
-        self.waiting(num_rows)
-        carry = self._drafter.carry
-        if carry is not None:
-            carry[self._slot, 0] = carry[self._slot, num_rows - 1]
+            carry[self._slot, 0] = carry[self._slot, len(self._rows.token_ids) - 1]
         self._show_inner()
 
     def chunk_begin(self, num_rows: int) -> None:
@@ -86,8 +76,9 @@ class DraftStep:
     def carry(self, num_rows: int) -> None:
         drafter = self._drafter
         if drafter.carry is not None:
-            for row, slot in enumerate(self._slots, 1):
-                drafter.carry[slot, drafter.waiting.of(slot) - 1] = drafter.buffers["hidden"][row]
+            for row, slot in enumerate(self._slots):
+                behind = self._slots[row:].count(slot)
+                drafter.carry[slot, drafter.waiting.of(slot) - behind] = drafter.buffers["hidden"][1 + row]
 
     def _show_inner(self) -> None:
         """Show a small model's own draft the tokens that the small model has just run."""

@@ -138,22 +138,18 @@ class Drafter:
             after_chunk(DraftStep(self, (slot,), start), count)
             self.waiting.prefilled(slot)
 
-    def before_chunk(self, slot: int, position: int) -> None:
-        """Have the draft see all but the newest token, which stands at `position`: a chunk begins with that one."""
-        count = self._num_waiting(slot)
-        if count > 1:
-            DraftStep(self, (slot,), position).see(count)
-            self.waiting.prefilled(slot)
-
-    def decoding(self, positions: Mapping[int, int]) -> None:
-        """Make room for the tokens of a plain decode step; `positions`: of the last token of each slot."""
-        for slot in self.waiting.before_decode(positions) if self.model is not None else ():
-            catch_up(DraftStep(self, (slot,), positions[slot]))
-
-    def decoded(self, slots: tuple[int, ...]) -> None:
-        """Take in what a plain decode step of these slots has left in `hidden`."""
+    def decoding(self, positions: Mapping[int, int], counts: Mapping[int, int]) -> None:
+        """Make room for the tokens of a plain decode step: of each slot so many, the first of which is the last one so
+        far and stands at `positions`."""
         if self.model is not None:
-            DraftStep(self, slots, 0).carry(len(slots))
+            waited = {slot: self.waiting.of(slot) for slot in counts}
+            for slot in self.waiting.before_decode(counts):
+                catch_up(DraftStep(self, (slot,), positions[slot]), waited[slot])
+
+    def decoded(self, slots: Sequence[int]) -> None:
+        """Take in what a plain decode step has left in `hidden`; `slots`: of each row."""
+        if self.model is not None:
+            DraftStep(self, tuple(slots), 0).carry(len(slots))
 
     def speculate(
         self, slot: int, running: Tip, shape: TreeShape, masks: TreeMasks | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +14,10 @@ from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import (
+    MAX_ROWS,
     Admit,
     Decode,
     ExecutorLimits,
-    FastForward,
     Keep,
     Mask,
     Pending,
@@ -94,6 +94,7 @@ class ReferenceExecutor:
             tree_shapes=draft.shapes if draft else (), max_logit_bias=config.vocab_size,
             num_pages=layout.num_pages, page_size=PAGE_SIZE, takes_masks=True, takes_tree_masks=True,
             max_drafting=_MAX_DRAFTING, num_snapshots=layout.num_snapshots,
+            certain_rows=0 if layout.has_state else min(MAX_ROWS, max(prefill_chunk, plan.max_sequences)),
         )  # fmt: skip
         self.ops = NumpyOps(dtype)
         arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
@@ -161,8 +162,6 @@ class ReferenceExecutor:
             return Done(StepResult((self._prefill(step),)))
         if isinstance(step, Decode):
             return Done(self._decode(step))
-        if isinstance(step, FastForward):
-            return Done(StepResult((self._fast_forward(step),)))
         if isinstance(step, Speculate):
             return Done(StepResult(tuple(self._speculate(step, slot) for slot in step.slots)))
         if isinstance(step, Admit):
@@ -242,18 +241,6 @@ class ReferenceExecutor:
         self._running[step.slot].seen[list(step.token_ids)] = True
         return self._chunk(step.slot, step.token_ids, step.position, step.is_last, step.mask)
 
-    def _fast_forward(self, step: FastForward) -> SlotResult:
-        running = self._running[step.slot]
-        if running.finished:
-            return SlotResult()
-        certain = step.token_ids[1:]
-        for token in certain:
-            running.generated(token)
-        if self._drafter:
-            self._drafter.before_chunk(step.slot, step.position)
-        result = self._chunk(step.slot, step.token_ids, step.position, True, step.mask)
-        return SlotResult((*certain, *result.token_ids), result.logprobs, result.non_finite)
-
     def _chunk(self, slot: int, token_ids: tuple[int, ...], start: int, samples: bool, mask: Mask | None) -> SlotResult:
         """Run tokens that stand at `start` and on, and sample the one behind them."""
         position = self._running[slot].position = start + len(token_ids)
@@ -267,23 +254,43 @@ class ReferenceExecutor:
         return result
 
     def _decode(self, step: Decode) -> StepResult:
-        active = [slot for slot in step.slots if not self._running[slot].finished]
-        if not active:
+        given = dict.fromkeys(step.slots, ()) | dict(zip(step.slots, step.certain, strict=False))
+        certain = {slot: tokens for slot, tokens in given.items() if not self._running[slot].finished}
+        if not certain:
             return StepResult((SlotResult(),) * len(step.slots))
-        states = [self._running[slot] for slot in active]
         if self._drafter:
-            self._drafter.decoding({slot: self._running[slot].position for slot in active})
-        logits = self._arrays["logits"][: len(active)]
-        rows = self._rows([r.last_token for r in states], [r.position for r in states], active, False)
-        self._forward(rows, slice(None), logits)
+            counts = {slot: 1 + len(tokens) for slot, tokens in certain.items()}
+            self._drafter.decoding({slot: self._running[slot].position for slot in certain}, counts)
+        rows, logits = self._decode_rows(certain), self._arrays["logits"][: len(certain)]
+        newest = np.cumsum([1 + len(tokens) for tokens in certain.values()]) - 1
+        self._forward(rows, newest, logits)
         if self._drafter:
-            self._drafter.decoded(tuple(active))
+            self._drafter.decoded(rows.slots.tolist())
         results, masks = {}, dict(zip(step.slots, step.masks, strict=False))
-        for row, (slot, running) in enumerate(zip(active, states, strict=True)):
-            running.position += 1
+        for (slot, tokens), row in zip(certain.items(), logits, strict=True):
             mask = masks.get(slot)
-            results[slot] = self._sample(slot, logits[row], mask.bits if mask else None)
+            found = self._sample(slot, row, mask.bits if mask else None)
+            results[slot] = replace(found, token_ids=(*tokens, *found.token_ids))
         return StepResult(tuple(results.get(slot, SlotResult()) for slot in step.slots))
+
+    def _decode_rows(self, certain: Mapping[int, tuple[int, ...]]) -> Rows:
+        """Return the rows of a decode step: of each slot its last token, then those that come for certain.
+
+        The slots are at the token to be sampled from then on.
+        """
+        tokens, positions, slots = list[int](), list[int](), list[int]()
+        for slot, behind in certain.items():
+            running = self._running[slot]
+            tokens += running.last_token, *behind
+            positions += range(running.position, running.position + 1 + len(behind))
+            slots += [slot] * (1 + len(behind))
+            for token in behind:
+                running.position += 1
+                running.generated(token)
+                if self._drafter:
+                    self._drafter.sampled(slot, running.position, token)
+            running.position += 1
+        return self._rows(tokens, positions, slots, False)
 
     def _speculate(self, step: Speculate, slot: int) -> SlotResult:
         running = self._running[slot]
@@ -327,7 +334,7 @@ class ReferenceExecutor:
         every_slot = np.broadcast_to(np.array(slots), len(token_ids))
         return Rows(np.array(token_ids, np.int64), np.array(positions), every_slot, self.block_tables, is_prefill)
 
-    def _forward(self, rows: Rows, logit_rows: slice | None, logits: F32) -> F32:
+    def _forward(self, rows: Rows, logit_rows: slice | Array | None, logits: F32) -> F32:
         """Return what the target's layers give. What a draft reads of it goes to rows 1 and on of `hidden`."""
         count, hidden = len(rows.token_ids), self._arrays.get("hidden")
         with self._threads.for_step():

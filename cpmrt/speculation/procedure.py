@@ -7,7 +7,7 @@ nothing: the newest, after which a speculative step begins to draft.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Protocol
 
 from cpmrt.config import TreeShape
@@ -25,8 +25,8 @@ class DraftOps(Protocol):
         newest token's, has logits."""
         ...
 
-    def catch_up_begin(self) -> None:
-        """Set up MAX_WAITING draft rows in a step that only catches up."""
+    def catch_up_begin(self, num_rows: int) -> None:
+        """Set up draft rows in a step that only catches up, the newest token's last."""
         ...
 
     def catch_up_end(self) -> None:
@@ -42,7 +42,7 @@ class DraftOps(Protocol):
         ...
 
     def carry(self, num_rows: int) -> None:
-        """Let the tokens of the target's decode step wait, a row each."""
+        """Let the tokens of the target's decode step wait, a row each; those of a slot are consecutive."""
         ...
 
 
@@ -187,10 +187,10 @@ def _look_up_instead(ops: TreeOps, shape: TreeShape) -> None:
         ops.lookup_instead(shape)
 
 
-def catch_up(ops: DraftOps) -> None:
-    """Show the draft what waits without drafting anything."""
-    ops.catch_up_begin()
-    ops.waiting(MAX_WAITING)
+def catch_up(ops: DraftOps, num_rows: int) -> None:
+    """Show the draft what waits, at most `num_rows` tokens, without drafting anything."""
+    ops.catch_up_begin(num_rows)
+    ops.waiting(num_rows)
     ops.catch_up_end()
 
 
@@ -223,18 +223,12 @@ class Waiting:
         """The draft has seen a chunk, except for its last token."""
         self._counts[slot] = 1
 
-    def before_chunk(self, slot: int) -> bool:
-        """Return whether the draft has to catch up before a chunk that begins with the newest token of an answer."""
-        is_late = self._counts[slot] > 1
-        self._counts[slot] = 1
-        return is_late
-
-    def before_decode(self, slots: Iterable[int]) -> list[int]:
-        """Count a token more of each slot; return the slots whose draft has to catch up before it comes."""
-        late = [slot for slot in slots if self._counts[slot] >= MAX_WAITING]
+    def before_decode(self, counts: Mapping[int, int]) -> list[int]:
+        """Count so many tokens more of each slot; return the slots whose draft has to catch up before they come."""
+        late = [slot for slot, count in counts.items() if self._counts[slot] + count > MAX_WAITING]
         self._counts.update(dict.fromkeys(late, 1))
-        for slot in slots:
-            self._counts[slot] += 1
+        for slot, count in counts.items():
+            self._counts[slot] += count
         return late
 
     def before_speculation(self, slot: int) -> bool:

@@ -3,7 +3,8 @@
 //   formula   prefill_rows, for each row i < count of a chunk at position start: (tokens[i], start + i - position_offset,
 //             slot), or padding where that position or its hidden state is not there; hidden[0] = the slot's newest
 //             pending row; after it the pending rows are hidden[count] alone;
-//             carry_rows, for each row: hidden[row] is one pending row more of its slot; after 64 it is the only one
+//             carry_rows, for each row: hidden[row] is one pending row more of its slot; after 64 it is the only one.
+//             Rows of a slot are consecutive
 //   operands  draft_token_ids, draft_positions, draft_slots, token_ids, slots (num_rows) int32; chunk and draft_chunk (4)
 //             int32: slot, start, count, is_last, of the target's rows and of the draft's; carry_hidden (B, 64, width)
 //             scalar_t and hidden, of prefill_rows (num_rows + 1, width) with the target's state of row i in row i + 1,
@@ -13,7 +14,7 @@
 //   oracle    tests/speculation_oracle.py
 //   source    EAGLE (arXiv 2401.15077) pairs a hidden state with the token after it; original
 //   layout    the target leaves the chunk's states one row further down, so the row that the chunk before left is all
-//             that must be copied. A slot's rows are one block's, which reads their count before it changes it
+//             that must be copied. A slot's rows are one block's, that of the first, which reads their count before it changes it
 #include "copy.cuh"
 #include "draft_tree.cuh"
 
@@ -57,14 +58,19 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     KERNEL(carry_rows)(scalar_t* __restrict__ carry_hidden, int32_t* carry_counts, const scalar_t* hidden,
                        const int32_t* slots, int width) {
   pdl_begin();
-  const int row = blockIdx.x, slot = slots[row];
-  if (slot < 0) return;
-  const int count = carry_counts[slot], place = count < kMaxNodes ? count : 0;
+  const int num_rows = gridDim.x, first = blockIdx.x, slot = slots[first];
+  if (slot < 0 || (first > 0 && slots[first - 1] == slot)) return;
+  int count = carry_counts[slot];
   __syncthreads();
-  if (threadIdx.x == 0) carry_counts[slot] = place + 1;
-  if (!hidden) return;
-  scalar_t* target = carry_hidden + (static_cast<int64_t>(slot) * kMaxNodes + place) * width;
-  for (int column = threadIdx.x * 8; column < width; column += kRowThreads * 8) {
-    store16(target + column, load16_written(hidden + static_cast<int64_t>(row) * width + column));
+#pragma unroll 1
+  for (int row = first; row < num_rows && slots[row] == slot; row++, count++) {
+    if (count >= kMaxNodes) count = 0;
+    if (!hidden) continue;
+    scalar_t* target = carry_hidden + (static_cast<int64_t>(slot) * kMaxNodes + count) * width;
+#pragma unroll 1
+    for (int column = threadIdx.x * 8; column < width; column += kRowThreads * 8) {
+      store16(target + column, load16_written(hidden + static_cast<int64_t>(row) * width + column));
+    }
   }
+  if (threadIdx.x == 0) carry_counts[slot] = count;
 }

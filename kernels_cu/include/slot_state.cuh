@@ -47,14 +47,16 @@ DEVICE float logit_bias_of(const SlotState* state, int token) {
   return state->logit_biases[at];
 }
 
-enum CommandKind : int32_t { kAdmit = 1, kPrefill = 2, kDecode = 3, kRecall = 4, kSpeculate = 5, kCatchUp = 6 };
+enum CommandKind : int32_t {
+  kAdmit = 1, kPrefill = 2, kDecode = 3, kRecall = 4, kSpeculate = 5, kCatchUp = 6, kDecodeCertain = 7
+};
 
 // An entry of the command ring: this header, then the state and num_rows pages of the slot's block table (kAdmit),
-// num_rows tokens (kPrefill, kRecall) or num_rows slots (kDecode).
+// num_rows tokens (kPrefill, kRecall) or num_rows slots (kDecode), each with a token behind it (kDecodeCertain).
 struct alignas(16) Command {
   int32_t kind;
   int32_t num_rows;
-  int32_t slot;   // all but kDecode
+  int32_t slot;   // all but kDecode and kDecodeCertain
   int32_t start;  // kPrefill: position of the first token
   int32_t is_last;
   int32_t reserved[3];

@@ -1,14 +1,13 @@
 // The sampling chain where rows may have a mask, which the host may write while the layers still run.
 //
 //   formula   as sampling.cu, with z = -infinity for a token whose bit in the row's mask is 0; log-probabilities are those of
-//             the raw logits. count_certain: token_counts[slot][tokens[i]] += 1 for 0 < i < count; num_generated += count - 1
+//             the raw logits
 //   operands  those of sampling.cu; ready and bits as row_mask.cuh has them, in mapped host memory. Until a row's word is
-//             there it waits, at most kPatience; then it has no token, reports kNoMask and ends its sequence. chunk (4) int32: slot, start, count, is_last
+//             there it waits, at most kPatience; then it has no token, reports kNoMask and ends its sequence
 //   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
-//   launch    sample_masked as sample of sampling.cu, with 25 KB of static shared memory and the bits of a block's tokens;
-//             count_certain: grid 1, block 512
+//   launch    sample_masked as sample of sampling.cu, with 25 KB of static shared memory and the bits of a block's tokens
 //   numerics  as sampling.cu
-//   oracle    reference/sampling.py masked, sample; reference/executor.py ReferenceExecutor._fast_forward
+//   oracle    reference/sampling.py masked, sample
 //   source    original
 //   layout    one thread of a row waits, and tells the row's other blocks what it has seen
 #if !defined(VOCAB) || !defined(PORTABLE)
@@ -68,13 +67,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
 
   const int token = sample_row(row, held, top_k, top_p, log_min_p);
   report_row(results, row, state, ending, counts, sequence, token, num_logprobs);
-}
-
-extern "C" __global__ void KERNEL(count_certain)(SlotState* states, uint32_t* token_counts, const int32_t* token_ids,
-                                                 const int32_t* chunk) {
-  pdl_begin();
-  const int slot = chunk[0], count = chunk[2];
-  uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
-  for (int i = 1 + threadIdx.x; i < count; i += blockDim.x) atomicAdd(&counts[token_ids[i]], 1u);
-  if (threadIdx.x == 0) states[slot].num_generated += count - 1;
 }

@@ -5,16 +5,19 @@
 //             recall: seen[slot][tokens[i]] = true, history[slot][position++] = tokens[i];
 //             step_begin, for each row: (token, position, slot) = (last_token, position++, slot) of its slot, or
 //             (0, 0, -1) for padding and finished sequences; history[slot][position] = token;
+//             certain_begin, for each row of a slot, the j-th: as step_begin with position + j and for j > 0 the row's
+//             token t, which counts as generated: num_generated++, token_counts[slot][t]++, seen; position is that behind
+//             the newest row then, the only one whose sampled slot is not -1;
 //             prefill_begin, for each row i < count: (tokens[i], start + i, slot), seen[slot][tokens[i]] = true,
 //             history[slot][start + i] = tokens[i];
 //             first_begin: x[0] = x[count - 1]
-//   operands  token_ids, positions, slots (T) int32; chunk (4) int32: slot, start, count, is_last; states (B) SlotState;
+//   operands  token_ids, positions, slots, sampled_slots (T) int32; chunk (4) int32: slot, start, count, is_last; states (B) SlotState;
 //             token_counts (B, VOCAB) uint32; block_tables (B, pages_per_sequence) int32; results (16) ResultRecord and commands (16, command_bytes) in mapped host
 //             memory; context StepContext; x (T, HIDDEN) scalar_t. Where trees are drafted, else null: history (B, max_context)
 //             int32, the token at each position, the newest one added by the step that reads it; capacities and
 //             carry_counts (B) int32, as in draft_tree.cuh
 //   constants VOCAB: entries of the vocabulary. HIDDEN: elements of a row, a multiple of 8
-//   launch    admit, recall, prefill_begin: grid 1, block 1024; step_begin: grid 1, block 64; prefill_end: grid 1, block 32;
+//   launch    admit, recall, prefill_begin: grid 1, block 1024; step_begin, certain_begin: grid 1, block 64; prefill_end: grid 1, block 32;
 //             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; no shared memory
 //   numerics  integers; x is copied
 //   oracle    reference/executor.py ReferenceExecutor: Admit, Recall, _prefill, _decode
@@ -115,6 +118,57 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
   token_ids[row] = token;
   positions[row] = position;
   slots[row] = slot;
+}
+
+// num_rows: as above. Rows of a slot stand behind one another, the first with the token -1.
+extern "C" __global__ void KERNEL(certain_begin)(int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
+                                                 int32_t* __restrict__ slots, int32_t* __restrict__ sampled_slots,
+                                                 SlotState* states, uint32_t* token_counts,
+                                                 int32_t* __restrict__ history, ResultRecord* __restrict__ results,
+                                                 StepContext* context, const uint8_t* __restrict__ commands,
+                                                 int command_bytes, int max_context, int num_rows) {
+  pdl_begin();
+  constexpr int kHeaderWords = sizeof(Command) / 4;
+  __shared__ alignas(16) int words[kHeaderWords + 2 * kMaxRows];
+  const int32_t* command = reinterpret_cast<const int32_t*>(next_command(context, commands, command_bytes));
+  const int row = threadIdx.x;
+  for (int word = row; word < kHeaderWords + 2 * num_rows; word += kMaxRows) words[word] = load_host(command + word);
+  __syncthreads();
+  const Command& header = *reinterpret_cast<const Command*>(words);
+  const int2* given = reinterpret_cast<const int2*>(words + kHeaderWords);  // slot and token of each row
+  const int num_used = header.num_rows;
+  take(context, header.kind == kDecodeCertain);
+  int token = 0, position = 0, slot = -1, sampled = -1, before = 0;
+  if (row < num_used) {
+    const int listed = given[row].x;
+    const SlotState* state = states + listed;
+    const int is_finished = state->finished, last_token = state->last_token, next = state->position;   // at once
+    while (given[row - before].y >= 0) before++;
+    const bool is_newest = row + 1 == num_used || given[row + 1].y < 0;
+    if (is_finished || !is_newest) publish(results, context->sequence, row, kNoToken, false);
+    if (!is_finished) {
+      slot = listed;
+      sampled = is_newest ? listed : -1;
+      token = before > 0 ? given[row].y : last_token;
+      position = next + before;
+      if (history && position < max_context) history[static_cast<int64_t>(slot) * max_context + position] = token;
+      if (before > 0) {
+        uint32_t* count = token_counts + static_cast<int64_t>(slot) * VOCAB + token;
+        atomicAdd(count, 1u);
+        atomicOr(count, kSeen);
+      }
+    }
+  }
+  __syncthreads();  // all rows have read the state
+  if (sampled >= 0) {
+    states[sampled].position = position + 1;
+    states[sampled].num_generated += before;
+  }
+  if (row >= num_rows) return;
+  token_ids[row] = token;
+  positions[row] = position;
+  slots[row] = slot;
+  sampled_slots[row] = sampled;
 }
 
 // num_rows: rows of the bucket.

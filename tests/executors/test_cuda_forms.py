@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from threading import Timer
 from time import perf_counter
 
@@ -13,7 +12,7 @@ from form_cases import REGEXES, schemas
 
 from cpmrt import LLM, FormError, SamplingParams
 from cpmrt.config import Sampling
-from cpmrt.executor import Admit, Decode, FastForward, Mask, Prefill, Release, Speculate
+from cpmrt.executor import Admit, Decode, Mask, Prefill, Release, Speculate
 from cpmrt.weights.model_folder import ModelFolder
 
 pytestmark = pytest.mark.gpu
@@ -41,14 +40,13 @@ def answers_of(*, together=True, **settings):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Makes the answers one at a time, where there is room for so many sequences: it decides which tokens are
-    fast-forwarded."""
-    return cache(lambda max_sequences: answers_of(together=False, max_sequences=max_sequences))
+    """The answers, one made after the other."""
+    return answers_of(together=False)
 
 
 def test_answers_keep_their_forms(alone):
     ended = 0
-    for params, (_, reason, text) in zip(wishes(), alone(1), strict=True):
+    for params, (_, reason, text) in zip(wishes(), alone, strict=True):
         if params.json_schema is not None and reason == "stop":
             jsonschema.validate(json.loads(text), json.loads(params.json_schema), jsonschema.Draft202012Validator)
             ended += 1
@@ -63,8 +61,7 @@ def test_answers_keep_their_forms(alone):
     {"draft": str(ModelFolder.open(None).path), "speculate": {"num_passes": 5, "inner": "eagle2"}},
 ], ids=str)  # fmt: skip
 def test_company_and_drafts_change_nothing(alone, settings):
-    found, expected = answers_of(**settings), alone(settings.get("max_sequences", 1))
-    assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in expected]
+    assert [tokens for tokens, *_ in answers_of(**settings)] == [tokens for tokens, *_ in alone]
 
 
 @pytest.mark.all
@@ -142,19 +139,19 @@ def test_a_mask_that_comes_late_is_waited_for(executor):
     executor.submit(Release(1))
 
 
-def test_a_chunk_of_an_answer_is_what_masks_of_one_token_give(executor):
-    """Their tokens count for the penalties and the length; the keys of a chunk may be rounded otherwise."""
-    begin(executor, 0, first=40)
-    found = executor.submit(FastForward(0, (40, 41, 42, 43), 3, Mask(only(44), is_filled=True))).wait().slots[0]
-    assert found.token_ids == (41, 42, 43, 44)
-    executor.submit(Release(0))
+def test_certain_tokens_count(executor):
+    """For the length of the answer, beside another slot, whose mask comes late."""
+    begin(executor, 1)
     executor.submit(Admit(0, Sampling(), 3, 5, (2,)))
     executor.submit(Prefill(0, (5, 6, 7), 0, True, Mask(only(40), is_filled=True))).wait()
-    found = executor.submit(FastForward(0, (40, 41, 42), 3, Mask(only(44), is_filled=True))).wait().slots[0]
-    assert found.token_ids == (41, 42, 44)
-    assert executor.submit(Decode((0,))).wait().slots[0].token_ids != ()
-    assert executor.submit(Decode((0,))).wait().slots[0].token_ids == (), "five tokens were wanted"
+    late = Mask()
+    pending = executor.submit(Decode((1, 0), (late, Mask(only(44), is_filled=True)), ((), (41, 42))))
+    late.fill(only(91))
+    assert [slot.token_ids for slot in pending.wait().slots] == [(91,), (41, 42, 44)]
+    assert len(executor.submit(Decode((0,))).wait().slots[0].token_ids) == 1
+    assert executor.submit(Decode((0,), certain=((7, 8),))).wait().slots[0].token_ids == (), "five tokens were wanted"
     executor.submit(Release(0))
+    executor.submit(Release(1))
 
 
 def test_a_mask_that_never_comes_is_an_error(executor):

@@ -13,7 +13,7 @@ from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
 
 from cpmrt import LLM
 from cpmrt.config import Sampling
-from cpmrt.executor import Decode, FastForward, Speculate
+from cpmrt.executor import Decode, Speculate
 from cpmrt.weights.model_folder import ModelFolder
 
 pytestmark = pytest.mark.gpu
@@ -91,7 +91,7 @@ def test_its_keys_and_values_are_those_of_a_draft_of_a_target(opened, inner):
     long, short, plain_step = Speculate((0,), 0), Speculate((0,), 1), Decode((0,))
     for step in [*[long] * 3, *[plain_step] * 66, short, "forced", *[plain_step] * 3, "forced", long]:
         if step == "forced":
-            step = FastForward(0, (text[-1], 5, 9, 9, 7), len(text) - 1)
+            step = Decode((0,), certain=((5, 9, 9, 7),))
         text += executor.submit(step).wait().slots[0].token_ids
     seen, pages = len(text) - 1, range(8)
     executor.submit(Speculate((0,), 0)).wait()

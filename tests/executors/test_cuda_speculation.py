@@ -307,14 +307,6 @@ def test_the_bundled_model_by_way_of_the_engine(draft):
         assert mean > (1.1 if draft == "lookup" else 1.5)
 
 
-def test_a_draft_does_not_change_what_is_run_as_a_chunk():
-    """Keys of a chunk may have other bits than those of a row."""
-    for max_sequences in (1, 3):
-        for draft in (None, "lookup", "eagle2"):
-            with LLM(executor="cuda", draft=draft, max_sequences=max_sequences) as llm:
-                assert llm.executor.limits.min_forced == 2 * max_sequences
-
-
 def test_long_steps_are_few_in_flight():
     from cpmrt.cuda.step.costs import enough_in_flight
 

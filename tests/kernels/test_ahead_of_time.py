@@ -55,9 +55,16 @@ def test_every_module_has_the_sizes_that_a_kernel_of_it_needs(arch: str, shape: 
     assert any(file.startswith("attention/prefill_attention") for file in used)
 
 
-@pytest.mark.parametrize(("max_sequences", "tiles"), [(1, {1}), (8, {1}), (16, {1, 2}), (64, {1, 2, 4, 8})])
+@pytest.mark.parametrize(("max_sequences", "tiles"), [(1, {1, 2, 4}), (2, {1, 2, 4, 8}), (64, {1, 2, 4, 8})])
 def test_the_settings_decide_which_steps_there_are(max_sequences: int, tiles: set[int]) -> None:
+    """Steps whose slots bring certain tokens among them."""
     modules = wanted(max_sequences=max_sequences)
+    assert {sizes["TOKEN_TILES"] for file, sizes in modules if file == LINEAR} == tiles
+
+
+@pytest.mark.parametrize(("max_sequences", "tiles"), [(1, {1}), (8, {1}), (16, {1, 2})])
+def test_a_recurrent_state_takes_a_token_a_step(max_sequences: int, tiles: set[int]) -> None:
+    modules = wanted(config=ModelConfig.from_hf(shape_config(RECURRENT)), max_sequences=max_sequences)
     assert {sizes["TOKEN_TILES"] for file, sizes in modules if file == LINEAR} == tiles
 
 
@@ -186,7 +193,7 @@ def test_wishes_for_the_draft_decide_its_modules(asked: list[Any]) -> None:
     packed = built(asked, *shape, "--draft", "eagle2", "--draft-weight-bits", "4")
     assert {sizes["LINEAR"] for file, sizes in packed if file == PACKED} == {0, 1, 2}
     trees = built(asked, *shape, "--draft", "lookup", "--tree-size", "12")
-    assert {sizes["TOKEN_TILES"] for file, sizes in trees if file == LINEAR} == {1, 2}
+    assert {sizes["TOKEN_TILES"] for file, sizes in trees if file == LINEAR} == {1, 2, 4}
     assert built(asked, *shape, "--draft", "eagle2", "--speculate", "off") == built(asked, *shape)
 
 

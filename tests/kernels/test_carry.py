@@ -73,6 +73,25 @@ def test_an_independent_model_has_the_targets_rows(cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [64, 4096])
+def test_rows_of_a_slot_are_appended_in_their_order(cuda: Any, width: int) -> None:
+    device, rng = TreeDevice(cuda, width=width), np.random.default_rng(2)
+    device.set("carry_counts", np.array([0, 62, 5], np.int32))
+    before = device.get("carry_hidden")
+    for counts, slots, places in (
+        ([3, 63, 5], [0, 0, 0, 1], [0, 1, 2, 62]), ([3, 64, 7], [2, 2, -1, 1], [5, 6, -1, 63]),
+        ([35, 64, 39], [0] * 32 + [2] * 32, [*range(3, 35), *range(7, 39)]),
+    ):  # fmt: skip
+        hidden = rng.integers(0, 2**16, (len(slots), width), np.uint16)
+        device.set("slots", np.array(slots, np.int32))
+        device.kernels.carry_rows(len(slots), device.cuda.array(hidden))
+        assert device.get("carry_counts").tolist() == counts
+        for row, (slot, place) in enumerate(zip(slots, places, strict=True)):
+            if slot >= 0:
+                before[slot, place] = hidden[row]
+        np.testing.assert_array_equal(device.get("carry_hidden"), before)
+
+
+@pytest.mark.parametrize("width", [64, 4096])
 def test_decode_steps_append_a_row_each(cuda: Any, width: int) -> None:
     device, rng = TreeDevice(cuda, width=width), np.random.default_rng(1)
     device.set("carry_counts", np.array([0, 62, 5], np.int32))

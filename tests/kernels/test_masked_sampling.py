@@ -91,19 +91,3 @@ def test_tokens_are_the_definitions(cuda: Any, vocab: int, portable: bool) -> No
                 expected = token_logprobs(raw, token, row.params.logprobs)
                 assert result.logprobs[0].logprob == pytest.approx(expected.logprob, abs=1e-3)
     assert decided > 60
-
-
-def test_tokens_that_were_not_sampled_count(cuda: Any) -> None:
-    vocab, slot = 512, 1
-    states, counts = np.zeros(3, SLOT_STATE), np.full((3, vocab), SEEN, np.uint32)
-    states["num_generated"] = 5
-    tokens = np.array([7, 9, 9, 11, 3], np.int32)
-    chunk = np.array([slot, 40, len(tokens), 1], np.int32)
-    arrays = [cuda.array(a.view(np.uint8).reshape(-1)) for a in (states, counts)]
-    kernel = cuda.kernel("count_certain", DType.BFLOAT16, VOCAB=vocab, PORTABLE=0)
-    kernel(1, 512, *arrays, cuda.array(tokens), cuda.array(chunk))
-    after, counted = (np.ascontiguousarray(cuda.numpy(array)) for array in arrays)
-    assert after.view(SLOT_STATE)["num_generated"].tolist() == [5, 9, 5]
-    expected = counts.copy()
-    np.add.at(expected[slot], tokens[1:], 1)
-    np.testing.assert_array_equal(counted.view(np.uint32).reshape(counts.shape), expected)

@@ -71,7 +71,7 @@ def test_after_catching_up_the_newest_row_stays(cuda: Any, count: int) -> None:
     device.hold(running)
     device.command(ss.CATCH_UP, 1)
     hidden = device.cuda.array(np.full((64, 64), POISON, np.uint16))
-    device.kernels.catch_up_begin(hidden)
+    device.kernels.catch_up_begin(64, hidden)
     check_rows(device, running, 64, 1, hidden)
     device.kernels.catch_up_end()
     assert device.words(1) == [ss.NO_TOKEN]

@@ -11,13 +11,13 @@ import pytest
 
 from cpmrt.config import Sampling
 from cpmrt.cuda.step import structs as ss
-from cpmrt.cuda.step.commands import command_bytes, write_slots, write_step
-from cpmrt.cuda.step.rings import answered_tokens, step_result
+from cpmrt.cuda.step.commands import command_bytes, write_certain, write_slots, write_step
+from cpmrt.cuda.step.rings import WithCertain, answered_tokens, step_result
 from cpmrt.dtypes import DType
-from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, SlotResult, Step
+from cpmrt.executor import Admit, Decode, Prefill, Recall, Release, SlotResult, Step, StepResult
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.ops import Rows
-from cpmrt.reference.executor import ReferenceExecutor
+from cpmrt.reference.executor import Done, ReferenceExecutor
 
 VOCAB, HIDDEN, SLOTS, CHUNK, PAGES = 64, 64, 4, 8, 5
 CONTEXT = 64 * PAGES
@@ -41,11 +41,11 @@ class Bookkeeping(ReferenceExecutor):
         self._arrays = {"logits": np.zeros((ss.MAX_ROWS, VOCAB), np.float32)}
         self.rows: list[tuple[int, int, int]] = []
 
-    def _forward(self, rows: Rows, logit_rows: slice | None, logits: Any) -> None:
+    def _forward(self, rows: Rows, logit_rows: Any, logits: Any) -> None:
         columns = (rows.token_ids, rows.positions, rows.slots)
         self.rows = list(zip(*(column.tolist() for column in columns), strict=True))
-        for index, (token, position, _) in enumerate(self.rows[logit_rows] if logit_rows else []):
-            logits[index] = logits_after(token, position)
+        for index, row in enumerate([] if logit_rows is None else np.arange(len(self.rows))[logit_rows]):
+            logits[index] = logits_after(*self.rows[row][:2])
 
 
 class DeviceSteps:
@@ -84,7 +84,7 @@ class DeviceSteps:
         at = self.number % ss.RING_ENTRIES * self.stride
         write(self.commands[at : at + self.stride])
         self.number += 1
-        for column in ("token_ids", "positions", "slots"):
+        for column in ("token_ids", "positions", "slots", "sampled_slots"):
             self.on_device[column] = self.cuda.array(np.full(ss.MAX_ROWS, -9, np.int32))
         ring = self.cuda.array(self.commands)
         self.launch(name, 1, block, *outputs, "context", ring, np.int32(self.stride), *map(np.int32, sizes))
@@ -118,6 +118,8 @@ class DeviceSteps:
         return self.answers([step.slot])
 
     def decode(self, step: Decode) -> list[SlotResult]:
+        if step.certain:
+            return self.decode_certain(step)
         outputs = ["token_ids", "positions", "slots", "states", "history", "results"]
         sizes = (CONTEXT, self.decode_rows)
         self.begin("step_begin", 64, outputs, lambda entry: write_slots(entry, ss.DECODE, step.slots), *sizes)
@@ -125,13 +127,26 @@ class DeviceSteps:
         self.sample(self.rows)
         return self.answers(list(step.slots))
 
-    def sample(self, rows: list[tuple[int, int, int]]) -> None:
+    def decode_certain(self, step: Decode) -> list[SlotResult]:
+        outputs = ["token_ids", "positions", "slots", "sampled_slots", "states", "counts", "history", "results"]
+        sizes = (CONTEXT, self.decode_rows)
+        self.begin("certain_begin", 64, outputs, lambda entry: write_certain(entry, *brought(step), VOCAB), *sizes)
+        self.rows = self.rows_of(self.decode_rows)
+        sampled = self.cuda.numpy(self.on_device["sampled_slots"])[: self.decode_rows].tolist()
+        last = [slot if [slot] != following else -1 for (*_, slot), following in zip(self.rows, [
+            *([row[2]] for row in self.rows[1:]), []], strict=True)]  # fmt: skip
+        assert sampled == last
+        self.sample(self.rows, "sampled_slots")
+        rows = self.answers([slot for slot, tokens in zip(*brought(step), strict=True) for _ in (-1, *tokens)])
+        return list(WithCertain(Done(StepResult(tuple(rows))), step.certain).wait().slots)
+
+    def sample(self, rows: list[tuple[int, int, int]], slots: str = "slots") -> None:
         logits = np.full((len(rows), VOCAB), np.nan, np.float32)
         for index, (token, position, slot) in enumerate(rows):
             if slot >= 0:
                 logits[index] = logits_after(token, position)
         device_logits = self.cuda.array(logits)
-        self.launch("sample", (1, len(rows)), 512, "results", "states", "counts", device_logits, "slots", "context")
+        self.launch("sample", (1, len(rows)), 512, "results", "states", "counts", device_logits, slots, "context")
 
     def rows_of(self, count: int) -> list[tuple[int, int, int]]:
         columns = [self.cuda.numpy(self.on_device[name]) for name in ("token_ids", "positions", "slots")]
@@ -149,6 +164,10 @@ class DeviceSteps:
         tokens = answered_tokens(memoryview(record["words"]), self.number, len(slots))
         assert tokens is not None
         return list(step_result(tokens, record, tuple(self.logprobs[slot] for slot in slots)).slots)
+
+
+def brought(step: Decode) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    return step.slots, step.certain
 
 
 def random_sampling(rng: np.random.Generator) -> Sampling:
@@ -219,6 +238,42 @@ def test_steps_follow_the_reference_executor(cuda: Any, seed: int, pdl: bool) ->
         biased = [token for token, _ in running.admit.sampling.logit_bias if token < VOCAB]
         expected[biased] |= ss.BIASED
         np.testing.assert_array_equal(counts[slot], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decode_rows", [8, 16, 64])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_slots_bring_certain_tokens(cuda: Any, decode_rows: int, drafts: bool) -> None:
+    """Beside each other, beside slots that bring none, and beside one that has finished."""
+    rng = np.random.default_rng(decode_rows)
+    reference, device = Bookkeeping(), DeviceSteps(cuda, decode_rows=decode_rows, drafts=drafts)
+    new = [300, 300, 1, 300]
+    steps: list[Step] = [Admit(slot, random_sampling(rng), slot, new[slot], ()) for slot in range(SLOTS)]
+    steps += [Prefill(slot, (slot + 1, 5, 5), 0, True) for slot in range(SLOTS)]
+    for number in range(9):
+        slots = tuple(rng.permutation(SLOTS)[: 1 + number % SLOTS].tolist())
+        cuts = np.sort(rng.integers(0, decode_rows - len(slots) + 1, len(slots)))
+        counts = np.diff(cuts, prepend=0) if number % 3 else np.diff(cuts, append=cuts[-1])
+        certain = tuple(tuple(rng.integers(0, VOCAB, min(count, 31)).tolist()) for count in counts)
+        steps.append(Decode(slots, certain=certain if any(certain) else ((), *certain[1:])))
+    tokens: dict[int, list[int]] = {slot: [slot + 1, 5, 5] for slot in range(SLOTS)}
+    for step in steps:
+        reference.rows = device.rows = []
+        expected = reference.submit(step).wait().slots
+        check(device.submit(step), expected)
+        assert device.used() == reference.rows, step
+        for slot, result in zip(getattr(step, "slots", (getattr(step, "slot", 0),)), expected, strict=False):
+            tokens[slot] += result.token_ids
+    states = np.ascontiguousarray(cuda.numpy(device.on_device["states"])).view(ss.SLOT_STATE)
+    for slot, running in reference._running.items():
+        for name in ("position", "last_token", "num_generated", "finished"):
+            assert states[slot][name] == getattr(running, name), (slot, name)
+        seen = cuda.numpy(device.on_device["counts"])[slot] & ~ss.BIASED
+        np.testing.assert_array_equal(seen, np.where(running.seen, ss.SEEN, 0) | running.counts.astype(np.uint32))
+        if drafts:
+            known = running.position
+            assert cuda.numpy(device.on_device["history"])[slot, :known].tolist() == tokens[slot][:known]
+    assert max(len(found) for found in tokens.values()) > 15
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from reference.test_speculation import inner, open_with
 from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
 
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
-from cpmrt.executor import Decode, FastForward, Speculate
+from cpmrt.executor import Decode, Speculate
 from cpmrt.opening import described
 from cpmrt.reference.assembly import ReferenceTarget, open_executor
 from cpmrt.weights.model_folder import ModelFolder
@@ -65,7 +65,7 @@ def open_small(root, wishes, shapes=(CHAIN,), **settings):
 def run(executor, text, step):
     """The step's tokens go on with the text."""
     if step == "forced":
-        step = FastForward(0, (text[-1], 5, 9, 9, 7), len(text) - 1)
+        step = Decode((0,), certain=((5, 9, 9, 7),))
     text += executor.submit(step).wait().slots[0].token_ids
 
 

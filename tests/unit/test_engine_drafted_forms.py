@@ -1,4 +1,4 @@
-"""Sequences under a grammar that are drafted for: any tree gives the plain masked continuation and the same chunks."""
+"""Sequences under a grammar that are drafted for: any tree gives the plain masked continuation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, loops
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import FormError
-from cpmrt.executor import Decode, FastForward, Mask, Prefill, Speculate, TreeMasks
+from cpmrt.executor import Decode, Mask, Prefill, Speculate, TreeMasks
 
 
 class Drafting(ScriptedExecutor):
@@ -45,7 +45,8 @@ SHAPED = st.builds(
     ),
     st.sampled_from(TREE_SHAPES), st.sampled_from([(), (1.1, 1.2, 1.3), (3.0, 2.0, 1.5)]),
     run_ahead=st.integers(1, 5), max_sequences=st.integers(1, 3), prefill_chunk=st.integers(2, 9),
-    num_pages=st.sampled_from([0, 3 * 32]), page_size=st.just(4), min_forced=st.integers(2, 5),
+    num_pages=st.sampled_from([0, 3 * 32]), page_size=st.just(4),
+    certain_rows=st.sampled_from([0, 1, 3, 16, 64]),
 )  # fmt: skip
 WANTED = st.tuples(
     st.lists(st.integers(0, 48), min_size=1, max_size=20),
@@ -78,44 +79,32 @@ def test_every_tree_gives_the_masked_continuation(limits, wanted, accuracy, draf
     assert executor.most_in_flight <= limits.run_ahead
 
 
-@pytest.mark.parametrize("min_forced", [2, 3, 4])
 @pytest.mark.parametrize("run_ahead", [1, 4])
 @pytest.mark.parametrize("shapes", TREE_SHAPES)
-def test_chunks_are_those_of_plain_decoding(run_ahead, shapes, min_forced):
-    """Keys of a chunk may have other bits than those of a row, so drafts must not change which tokens make one."""
-
-    def chunks(number, **others):
-        executor = drafting(limits(run_ahead, min_forced=min_forced, **others), {1: number}, accuracy=0.9)
-        engine = Engine(executor, prefix_cache=False)
-        tokens_of(engine, engine.add(request([1, 2, 3], number, seed=1)))
-        found = [(step.position, step.token_ids) for step in executor.steps if isinstance(step, FastForward)]
-        return found, [step for step in executor.steps if isinstance(step, Speculate)]
-
-    num_chunks = 0
+def test_steps_that_bring_certain_tokens_are_not_drafted(run_ahead, shapes):
+    """Where nothing is certain a step drafts, but for the last token; no plain step comes before those that bring."""
+    bring, others, drafted = 0, 0, 0
     for number in range(10):
-        plain, none = chunks(number)
-        drafted, speculative = chunks(number, tree_shapes=shapes, takes_tree_masks=True)
-        assert drafted == plain and speculative and not none
-        assert all(len(tokens) >= min_forced for _, tokens in plain)
-        num_chunks += len(plain)
-    assert num_chunks > {2: 10, 3: 5, 4: 2}[min_forced]
+        executor = drafting(limits(run_ahead, tree_shapes=shapes, takes_tree_masks=True), {1: number}, accuracy=0.9)
+        engine = Engine(executor, prefix_cache=False)
+        tokens = tokens_of(engine, engine.add(request([1, 2, 3], number, seed=1)))
+        assert tokens == masked_continuation([1, 2, 3], number, 1, 40)[0]
+        bring += sum(isinstance(step, Decode) and bool(step.certain) for step in executor.steps)
+        others += sum(isinstance(step, Decode) and not step.certain for step in executor.steps)
+        drafted += sum(isinstance(step, Speculate) for step in executor.steps)
+    assert drafted > 10 and bring > 0 and others <= 10, (drafted, bring, others)
 
 
-def test_drafts_take_certain_tokens_of_which_there_are_too_few_for_a_chunk():
-    """Nodes at the beginning of such a run are not cut: right drafts give as many tokens a step as a free answer's."""
-
-    def steps(number, min_forced):
-        made = limits(4, min_forced=min_forced, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True)
+def test_drafts_give_certain_tokens_that_no_step_brings():
+    """Right drafts give as many tokens a step as those of a free answer."""
+    for number in range(6):
+        made = limits(4, certain_rows=0, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True)
         executor = drafting(made, {1: number}, accuracy=1.0)
         engine = Engine(executor, prefix_cache=False)
-        found = tokens_of(engine, engine.add(request([1, 2, 3], number, seed=1)))
-        assert found == masked_continuation([1, 2, 3], number, 1, 40)[0]
-        return len(found), [step for step in executor.steps if isinstance(step, (Decode, FastForward, Speculate))]
-
-    for number in range(6):
-        num_tokens, found = steps(number, 40)
-        assert not any(isinstance(step, FastForward) for step in found)
-        assert len(found) <= num_tokens // 4 + 2, (number, num_tokens)
+        tokens = tokens_of(engine, engine.add(request([1, 2, 3], number, seed=1)))
+        assert tokens == masked_continuation([1, 2, 3], number, 1, 40)[0]
+        steps = [step for step in executor.steps if isinstance(step, (Decode, Speculate))]
+        assert len(steps) <= len(tokens) // 4 + 2, (number, len(tokens))
 
 
 def test_drafts_save_steps_under_a_grammar():
@@ -187,13 +176,13 @@ def test_loans_do_not_wait_for_a_tree():
     )
     engine = Engine(executor, prefix_cache=False)
     seq = engine.add(request([1, 2, 3], 9, seed=1))
-    for _ in range(3):
+    for _ in range(2):
         engine.advance()
     loan = engine.borrow(5)
     while loan.slot < 0:
         engine.advance()
     begun = len(executor.steps)
-    for _ in range(4):
+    for _ in range(2):
         engine.advance()
         unfilled = [step for step, _ in executor.queue if isinstance(step, Speculate) and step.masks.bits is None]
         assert not unfilled

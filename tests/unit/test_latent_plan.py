@@ -59,7 +59,7 @@ def test_partial_results_have_room_for_the_rows_of_the_settings() -> None:
         return buffers["latent_means"].shape[0]
 
     device = known_device("sm_90")
-    assert (rows(), rows(max_sequences=3), rows(max_sequences=64)) == (1, 4, 64)
+    assert (rows(), rows(max_sequences=3), rows(max_sequences=64)) == (8, 8, 64)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -169,9 +169,9 @@ class TreeKernels:
         """
         self._pending(SPECULATE, num_rows, hidden)
 
-    def catch_up_begin(self, hidden: DeviceArray | None = None) -> None:
-        """Look at the next command, a CatchUp, and set up MAX_NODES draft rows as `speculate_begin` does."""
-        self._pending(CATCH_UP, MAX_NODES, hidden)
+    def catch_up_begin(self, num_rows: int, hidden: DeviceArray | None = None) -> None:
+        """Look at the next command, a CatchUp, and set up draft rows as `speculate_begin` does."""
+        self._pending(CATCH_UP, num_rows, hidden)
 
     def catch_up_end(self) -> None:
         """Count the CatchUp command and answer it. All but the newest row have been seen then."""

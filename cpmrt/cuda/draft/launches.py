@@ -19,7 +19,7 @@ from cpmrt.cuda.step.masks import TreeRing
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.draft import Draft
-from cpmrt.speculation.procedure import MAX_WAITING, speculate, speculate_block, speculate_chain
+from cpmrt.speculation.procedure import speculate, speculate_block, speculate_chain
 
 if TYPE_CHECKING:
     from cpmrt.cuda.draft.inner import InnerSteps
@@ -172,8 +172,8 @@ class DraftLaunches:
         self._kernels.accept(shape, self._hidden(shape.num_nodes), self._draft.forced_accept)
         self._target.path_accepted()
 
-    def catch_up_begin(self) -> None:
-        self._kernels.catch_up_begin(self._hidden(MAX_WAITING))
+    def catch_up_begin(self, num_rows: int) -> None:
+        self._kernels.catch_up_begin(num_rows, self._hidden(num_rows))
 
     def catch_up_end(self) -> None:
         if self._inner is not None:

@@ -21,11 +21,11 @@ from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.masks import MaskedTree, TreeRing
 from cpmrt.cuda.step.rings import Answer, Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
-from cpmrt.executor import Speculate, TreeMasks
+from cpmrt.executor import Decode, Speculate, TreeMasks
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.draft import tables as draft_tables
-from cpmrt.speculation.procedure import Waiting, after_chunk, catch_up
+from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up
 
 
 class Speculation:
@@ -85,7 +85,7 @@ class Speculation:
         }
         if self._forward is not None:
             found |= {("draft", bucket): partial(after_chunk, self._ops, bucket) for bucket in buckets}
-            found["catch_up"] = partial(catch_up, self._ops)
+            found["catch_up"] = partial(catch_up, self._ops, MAX_WAITING)
         return found
 
     def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...], loop_end: Callable[..., None]) -> None:
@@ -124,20 +124,17 @@ class Speculation:
             graphs.run(("draft", bucket))
             self._waiting.prefilled(slot)
 
-    def before_chunk(self, graphs: Graphs, slot: int) -> None:
-        """Let the draft catch up with an answer before a chunk of it, which begins with its newest token."""
-        if self._forward is not None and self._waiting.before_chunk(slot):
-            self._run_catch_up(graphs, slot)
-
     def after_decode(self, num_rows: int) -> None:
         """Launch the end of a decode step, whose hidden states are the draft's to see."""
         if self._forward is not None:
             self._ops.carry(num_rows)
 
-    def make_room(self, graphs: Graphs, slots: tuple[int, ...]) -> None:
+    def make_room(self, graphs: Graphs, step: Decode) -> None:
         """Let drafts catch up before a decode step, so that no more tokens wait than there is room for."""
         if self._forward is not None:
-            for slot in self._waiting.before_decode(slots):
+            counts = dict.fromkeys(step.slots, 1)
+            counts |= {slot: 1 + len(tokens) for slot, tokens in zip(step.slots, step.certain, strict=False)}
+            for slot in self._waiting.before_decode(counts):
                 self._run_catch_up(graphs, slot)
 
     def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...]) -> Answer:

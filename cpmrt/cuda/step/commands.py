@@ -9,6 +9,7 @@ import numpy as np
 from cpmrt.cuda.step.structs import (
     ADMIT,
     COMMAND,
+    DECODE_CERTAIN,
     MAX_LOGIT_BIAS,
     MAX_STOP_IDS,
     PREFILL,
@@ -21,8 +22,9 @@ from cpmrt.executor import MAX_ROWS, Admit, Prefill, Recall
 
 
 def command_bytes(prefill_chunk: int, pages_per_sequence: int) -> int:
-    """An entry of the command ring has so many bytes: a header, then a state and a table, MAX_ROWS slots or a chunk."""
-    payload = max(SLOT_STATE.itemsize + 4 * pages_per_sequence, 4 * MAX_ROWS, 4 * prefill_chunk)
+    """An entry of the command ring has so many bytes: a header, then a state and a table, MAX_ROWS slots with a token
+    each, or a chunk."""
+    payload = max(SLOT_STATE.itemsize + 4 * pages_per_sequence, 8 * MAX_ROWS, 4 * prefill_chunk)
     return -(-(COMMAND.itemsize + payload) // 64) * 64
 
 
@@ -33,6 +35,15 @@ def write_slots(entry: Array, kind: int, slots: Sequence[int]) -> None:
     """
     _write_header(entry, kind, len(slots), slots[0])
     entry[COMMAND.itemsize :].view(np.int32)[: len(slots)] = slots
+
+
+def write_certain(entry: Array, slots: Sequence[int], certain: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Write the command of a decode step whose slots bring these tokens: a row for each slot, -1 for a token, and one
+    for each of its tokens. Raises RequestError as `write_step` does."""
+    rows = [(slot, token) for slot, tokens in zip(slots, certain, strict=True) for token in (-1, *tokens)]
+    _checked_tokens([token for tokens in certain for token in tokens], vocab_size)
+    _write_header(entry, DECODE_CERTAIN, len(rows), slots[0])
+    entry[COMMAND.itemsize :].view(np.int32)[: 2 * len(rows)] = np.ravel(rows)
 
 
 def write_step(entry: Array, step: Admit | Recall | Prefill, vocab_size: int) -> None:

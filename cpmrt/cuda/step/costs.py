@@ -1,8 +1,4 @@
-"""What steps cost, by which the engine chooses them: measured at start where that changes no bit of an answer.
-
-Between drafting and decoding it chooses by measured times. Which tokens of an answer run as a chunk decides on the bits
-of their keys and values, so it follows from settings (`min_forced`).
-"""
+"""What steps cost, by which the engine chooses between drafting and decoding: measured at start."""
 
 from __future__ import annotations
 
@@ -20,8 +16,6 @@ from cpmrt.executor import Admit, Decode, Executor, ExecutorLimits, Prefill, Rel
 if TYPE_CHECKING:
     from cupy.cuda import Stream
 
-_STEPS_OF_A_CHUNK, _PACKED_STEPS_OF_A_CHUNK = 2, 4
-"""The fewest decode steps that take longer than a chunk of so many tokens, with weights in 16 and in fewer bits."""
 _SLOT, _WARM_UP, _TIMED = 0, 2, 5
 _COVERED_S = 1e-3
 """The host may be busy elsewhere for so long before the device has nothing to do."""
@@ -50,17 +44,6 @@ def measured_limits(executor: Executor, pass_seconds: PassSeconds, steps_per_lau
     executor.submit(Release(_SLOT))
     run_ahead = limits.run_ahead if steps_per_launch > 1 else enough_in_flight(plain, limits.run_ahead)
     return replace(limits, run_ahead=run_ahead, step_seconds=(plain, *totals), step_parts=tuple(parts))
-
-
-def min_forced(*, is_packed: bool, max_sequences: int) -> int:
-    """Return the fewest certain tokens for which a FastForward step pays. `is_packed`: weights in fewer than 16 bits.
-
-    On an H200 a chunk of up to 128 tokens of MiniCPM4-8B takes as long as 3.2 decode steps in 4 bits (4.6 ms), as 1.4
-    in 16. All other slots wait for it; 32 rows decode 1.4 times meanwhile. Load, measured times and a draft have no say
-    in it, since the same request would get other tokens with them. The price: with EAGLE-2 a chunk takes 7 ms with all
-    that is around it, in which steps of 2.5 tokens give seven, if the draft knows them.
-    """
-    return max(_PACKED_STEPS_OF_A_CHUNK if is_packed else _STEPS_OF_A_CHUNK, _STEPS_OF_A_CHUNK * max_sequences)
 
 
 def enough_in_flight(step_s: float, at_most: int) -> int:

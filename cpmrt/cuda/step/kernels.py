@@ -23,6 +23,7 @@ def _step(name: str, does: str, *, hot: bool = False) -> KernelSpec:
 ADMIT = _step("admit", "a new sequence in a slot")
 RECALL = _step("recall", "prompt tokens that need no prefill")
 STEP_BEGIN = _step("step_begin", "the rows of a decode step", hot=True)
+CERTAIN_BEGIN = _step("certain_begin", "the rows of a decode step whose slots bring certain tokens", hot=True)
 PREFILL_BEGIN = _step("prefill_begin", "the rows of a prefill chunk", hot=True)
 PREFILL_END = _step("prefill_end", "a chunk without a token is done")
 FIRST_BEGIN = _step("first_begin", "the row that the first token comes from")
@@ -32,10 +33,6 @@ SAMPLE = KernelSpec(
 SAMPLE_MASKED = KernelSpec(
     "sample_masked", "sampling/masked_sampling.cu", constants=("VOCAB", "PORTABLE"), hot=True,
     reason="the sampling chain under masks that the host writes",
-)  # fmt: skip
-COUNT_CERTAIN = KernelSpec(
-    "count_certain", "sampling/masked_sampling.cu", constants=("VOCAB", "PORTABLE"),
-    reason="bookkeeping: tokens of an answer that were not sampled",
 )  # fmt: skip
 LOOP_END = KernelSpec("loop_end", "step/loop.cu", reason="bookkeeping: whether a launch goes on with its next steps")
 
@@ -67,9 +64,9 @@ class StepKernels:
         """Load every kernel without running one; `loops`: that of `loop_end` too."""
         if loops:
             self._launch.modules.kernel(LOOP_END, {})
-        for spec in (ADMIT, RECALL, STEP_BEGIN, PREFILL_BEGIN, PREFILL_END, FIRST_BEGIN):
+        for spec in (ADMIT, RECALL, STEP_BEGIN, CERTAIN_BEGIN, PREFILL_BEGIN, PREFILL_END, FIRST_BEGIN):
             self._launch.modules.kernel(spec, self._constants)
-        for spec in (SAMPLE, SAMPLE_MASKED, COUNT_CERTAIN):
+        for spec in (SAMPLE, SAMPLE_MASKED):
             self._launch.modules.kernel(spec, self._sampling)
 
     def admit(self) -> None:
@@ -88,6 +85,15 @@ class StepKernels:
         outputs = (a["token_ids"], a["positions"], a["slots"], a["slot_states"], self._history, self._results)
         sizes = (self._max_context, np.int32(num_rows))
         self._step(STEP_BEGIN, 1, 64, *outputs, a["step_context"], *self._in(), *sizes)
+
+    def certain_begin(self, num_rows: int) -> None:
+        """Set up the rows of a decode step as `step_begin` does, and those of tokens that its slots bring."""
+        a = self._arrays
+        rows = (a["token_ids"], a["positions"], a["slots"], a["sampled_slots"], a["slot_states"], a["token_counts"])
+        sizes = (self._max_context, np.int32(num_rows))
+        self._step(
+            CERTAIN_BEGIN, 1, MAX_ROWS, *rows, self._history, self._results, a["step_context"], *self._in(), *sizes
+        )
 
     def prefill_begin(self, bucket: int) -> None:
         a = self._arrays
@@ -108,20 +114,14 @@ class StepKernels:
             self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
         )  # fmt: skip
 
-    def sample_masked(self, num_rows: int, masks: MaskRing) -> None:
-        """Sample as `sample` does, each row with what `masks` has or will have for it."""
+    def sample_masked(self, num_rows: int, masks: MaskRing, slots: str = "slots") -> None:
+        """Sample as `sample` does, each row with what `masks` has or will have for it; `slots`: where theirs are."""
         a = self._arrays
         self._launch(
             SAMPLE_MASKED, self._sampling, (self._blocks_per_row, num_rows), 512,
-            self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
+            self._results, a["slot_states"], a["token_counts"], a["logits"], a[slots], a["step_context"],
             *masks.addresses, np.int32(masks.num_rows), np.int32(masks.num_words),
         )  # fmt: skip
-
-    def count_certain(self) -> None:
-        """Count the tokens of the chunk after its first as generated."""
-        a = self._arrays
-        counted = (a["slot_states"], a["token_counts"], a["token_ids"], a["chunk"])
-        self._launch(COUNT_CERTAIN, self._sampling, 1, 512, *counted)
 
     def loop_end(self, num_rows: int, num_words: int, handle: np.uint64, num_passes: int, num_steps: int) -> None:
         """End `num_steps` steps that are the body of the WHILE node with this handle, which passes it so often.

@@ -47,24 +47,20 @@ def step_launches(
 
 def masked_launches(
     steps: StepKernels, forward: StepForward, masks: MaskRing, after_decode: Callable[[int], None] | None
-) -> tuple[Callable[[int], None], Callable[[bool], None]]:
-    """Return what decodes a number of rows under masks, and what gives the token behind a chunk under one.
-
-    The latter is told whether the chunk is of the answer (`executor.FastForward`), and not the end of a prompt.
-    """
+) -> tuple[Callable[[int], None], Callable[[], None]]:
+    """Return what decodes a number of rows, certain tokens among them, under masks, and what gives the token behind a
+    prompt under one."""
 
     def decode(num_rows: int) -> None:
-        steps.step_begin(num_rows)
+        steps.certain_begin(num_rows)
         forward.decode(num_rows)
-        steps.sample_masked(num_rows, masks)
+        steps.sample_masked(num_rows, masks, "sampled_slots")
         if after_decode is not None:
             after_decode(num_rows)
 
-    def behind_chunk(is_answer: bool) -> None:
+    def first() -> None:
         steps.first_begin()
         forward.head_of_first_row()
-        if is_answer:
-            steps.count_certain()
         steps.sample_masked(1, masks)
 
-    return decode, behind_chunk
+    return decode, first

@@ -146,23 +146,28 @@ class MaskedTree:
 class MaskedGraphs:
     """Starts the graphs of steps with masks. They are captured when they are first needed: mostly nobody needs any.
 
-    `decode(rows)` and `behind_chunk(is_answer)` launch what is captured (`launches.masked_launches`).
+    `decode(rows)` and `first()` launch what is captured (`launches.masked_launches`); `prepare(rows)` comes before the
+    former.
     """
 
     def __init__(
-        self, graphs: Graphs, masks: MaskRing, decode: Callable[[int], None], behind_chunk: Callable[[bool], None]
-    ):
+        self, graphs: Graphs, masks: MaskRing, prepare: Callable[[int], None], decode: Callable[[int], None],
+        first: Callable[[], None],
+    ):  # fmt: skip
         self.masks = masks
-        self._graphs, self._decode, self._behind_chunk = graphs, decode, behind_chunk
+        self._graphs, self._prepare, self._decode, self._first = graphs, prepare, decode, first
         self._captured = set[Hashable]()
 
     def run_decode(self, num_rows: int) -> None:
         """Start a decode step of so many rows, padding among them."""
-        self._run(("masked", num_rows), partial(self._decode, num_rows))
+        key = "masked", num_rows
+        if key not in self._captured:
+            self._prepare(num_rows)
+        self._run(key, partial(self._decode, num_rows))
 
-    def run_behind_chunk(self, is_answer: bool) -> None:
-        """Start what gives the token behind a chunk, after the chunk's own graph."""
-        self._run(("behind chunk", is_answer), partial(self._behind_chunk, is_answer))
+    def run_first(self) -> None:
+        """Start what gives the token behind a prompt, after the graph of its last chunk."""
+        self._run("first under a mask", self._first)
 
     def _run(self, key: Hashable, launches: Callable[[], None]) -> None:
         if key not in self._captured:

@@ -25,13 +25,15 @@ from cpmrt.cuda.ops.screened_head import ScreenPlan, copy_spec, screened_spec
 from cpmrt.cuda.step.structs import SLOT_STATE, STEP_CONTEXT
 from cpmrt.dtypes import ElementType
 from cpmrt.errors import UnsupportedModelError
-from cpmrt.executor import MAX_ROWS
-from cpmrt.memory.caches import pages_for
+from cpmrt.executor import MAX_CERTAIN, MAX_ROWS
+from cpmrt.memory.caches import CacheLayout, pages_for
 from cpmrt.models.decoder import cache_layout
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
+_FEW_ROWS = 8
+"""Rows of a step that there is always memory for: a sequence with the certain tokens of a short run."""
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 """Rows of a chunk, padding included."""
 
@@ -45,6 +47,20 @@ def buckets(prefill_chunk: int) -> tuple[int, ...]:
 def most_rows(engine: EngineConfig) -> int:
     """Return the most rows that a step may have: those of a full prefill chunk, or of a decode step."""
     return max(buckets(engine.prefill_chunk)[-1], MAX_ROWS)
+
+
+def most_step_rows(config: ModelConfig, engine: EngineConfig) -> int:
+    """Return the most rows of a step that is no chunk. With latent attention each of them has megabytes of its own."""
+    if engine.speculation or config.of_kind(LatentAttention) is None:
+        return MAX_ROWS
+    return max(row_counts(engine.max_sequences)[-1], _FEW_ROWS)
+
+
+def certain_rows(config: ModelConfig, engine: EngineConfig, caches: CacheLayout) -> int:
+    """Return the most rows of a decode step whose slots bring certain tokens. 0, none do: the state of a sequence
+    takes one token a step."""
+    most = engine.max_sequences * (1 + MAX_CERTAIN)
+    return 0 if caches.has_state else min(most, most_step_rows(config, engine))
 
 
 def row_counts(max_sequences: int) -> tuple[int, ...]:
@@ -64,6 +80,7 @@ def cuda_tables(
         lasting_buffer("slot_states", np.uint8, sequences, SLOT_STATE.itemsize),
         lasting_buffer("token_counts", np.uint32, sequences, config.vocab_size),
         lasting_buffer("step_context", np.uint8, STEP_CONTEXT.itemsize),
+        lasting_buffer("sampled_slots", np.int32, MAX_ROWS),
         GEMM_WORKSPACE,
         *expert_tables(config),
     )
@@ -73,7 +90,7 @@ def _attention(
     config: ModelConfig, engine: EngineConfig, max_context: int, device: Device
 ) -> AttentionPlan | LatentPlan:
     caches = cache_layout(config, max_context, engine.max_sequences, engine.kv_dtype)
-    step_rows = MAX_ROWS if engine.speculation else row_counts(engine.max_sequences)[-1]
+    step_rows = most_step_rows(config, engine)
     return attention_plan(config.for_context(max_context), device, caches, most_rows(engine), step_rows)
 
 

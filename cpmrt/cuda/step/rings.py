@@ -9,6 +9,7 @@ log-probabilities.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from os import sched_yield
 from time import sleep
 from typing import TYPE_CHECKING
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cpmrt.cuda.driver.host_memory import HostBuffer
-from cpmrt.cuda.step.commands import command_bytes, write_slots, write_step
-from cpmrt.cuda.step.structs import NO_MASK, NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES
+from cpmrt.cuda.step.commands import command_bytes, write_certain, write_slots, write_step
+from cpmrt.cuda.step.structs import DECODE_CERTAIN, NO_MASK, NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES
 from cpmrt.errors import DeviceError, FormError
 from cpmrt.executor import Admit, Pending, Prefill, Recall, SlotResult, StepResult, TokenLogprobs
 
@@ -75,6 +76,14 @@ class Rings:
         if self._written[place] != (kind, slots):
             write_slots(self._entries[place], kind, slots)
             self._written[place] = kind, slots
+
+    def write_certain(self, slots: tuple[int, ...], certain: tuple[tuple[int, ...], ...]) -> None:
+        """Write the next command, of a decode step whose slots bring these tokens. Raises as `write` does."""
+        place, written = self._free_place(), None if any(certain) else (DECODE_CERTAIN, slots)
+        if written is None or self._written[place] != written:
+            self._written[place] = None
+            write_certain(self._entries[place], slots, certain, self._vocab_size)
+            self._written[place] = written
 
     def sent(
         self, num_words: int, num_logprobs: tuple[int, ...], help_along: Callable[[], bool | None] | None = None,
@@ -174,18 +183,24 @@ class Answer:
             raise DeviceError(f"the GPU finished step {self._number} without an answer", fix="report this as a bug")
 
 
-class FastForwarded:
-    """The pending result of a chunk of an answer: the tokens that it took for certain, and the one behind them."""
+class WithCertain:
+    """The pending result of a decode step whose slots bring tokens: `pending` has a result for each of its rows, of
+    which the newest of a slot has the token behind them."""
 
-    def __init__(self, pending: Pending, certain: tuple[int, ...]):
+    def __init__(self, pending: Pending, certain: tuple[tuple[int, ...], ...]):
         self._pending, self._certain = pending, certain
 
     def is_done(self) -> bool:
         return self._pending.is_done()
 
     def wait(self) -> StepResult:
-        (result,) = self._pending.wait().slots
-        return StepResult((SlotResult((*self._certain, *result.token_ids), result.logprobs, result.non_finite),))
+        rows = self._pending.wait().slots
+        newest = accumulate(1 + len(tokens) for tokens in self._certain)
+        found = [(tokens, rows[end - 1]) for tokens, end in zip(self._certain, newest, strict=True)]
+        return StepResult(tuple([
+            SlotResult((*tokens, *row.token_ids), row.logprobs, row.non_finite) if row != SlotResult() else row
+            for tokens, row in found
+        ]))  # fmt: skip
 
 
 class Nothing:

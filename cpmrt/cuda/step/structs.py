@@ -22,7 +22,7 @@ NON_FINITE = 0xFFFFFFFE
 """Instead of a token: the logits were such that none could be sampled (`executor.SlotResult`)."""
 NO_MASK = 0xFFFFFFFD
 """Instead of a token: the host did not say in time what the row may sample."""
-ADMIT, PREFILL, DECODE, RECALL, SPECULATE, CATCH_UP = range(1, 7)
+ADMIT, PREFILL, DECODE, RECALL, SPECULATE, CATCH_UP, DECODE_CERTAIN = range(1, 8)
 
 Struct = np.dtype[np.void]
 Field = tuple[str, str] | tuple[str, str, tuple[int, ...]] | tuple[str, Struct, tuple[int, ...]]
