@@ -222,6 +222,7 @@ class Engine:
         if not decoding or any(awaits(seq) for seq in decoding):
             return False
         self._submit(self._decode_steps.next(decoding, may_draft=may_draft), decoding)
+        self._fill_masks(decoding)
         self._keep_answers(decoding)
         return True
 
@@ -329,6 +330,10 @@ class Engine:
             if was_running and seq.finish_reason is not None:
                 self._release(seq)
             self.on_news(seq)
+        self._fill_masks(sequences)
+
+    def _fill_masks(self, sequences: tuple[Sequence, ...]) -> None:
+        """Give the last steps of sequences their masks, and let go of those whose grammar fails there."""
         for seq in transitions.fill_masks(sequences):
             self._release(seq)
             self.on_news(seq)

@@ -86,15 +86,15 @@ class Guide:
         self.fill()
         return mask
 
-    def next_step(self, room: int, most: int, *, is_known: bool) -> tuple[Mask, tuple[int, ...], bool]:
-        """Return the empty mask of the next step, the certain tokens that it brings, and whether `fill` is to follow.
+    def next_step(self, room: int, most: int, *, is_known: bool) -> tuple[Mask, tuple[int, ...]]:
+        """Return the empty mask of the next step, and the certain tokens that it brings.
 
         `is_known`: whether nothing is in flight. `most`: how many it may bring. `room`: for how many more tokens there
         is room, behind those that are taken.
         """
         is_known = is_known or self._samples_certain
         self._mask, self._samples_certain = Mask(), False
-        return self._mask, self._bring(room, most) if is_known else (), is_known
+        return self._mask, self._bring(room, most) if is_known else ()
 
     @property
     def has_run(self) -> bool:
@@ -103,7 +103,7 @@ class Guide:
 
     def tree_masks(self, room: int) -> TreeMasks:
         """Return the masks of the next step, which drafts; nothing is in flight. `room` as for `next_step`."""
-        self.next_mask()
+        self._mask, self._samples_certain = Mask(), False
         self._tree = GuidedTree(self, room)
         return self._tree.masks
 
@@ -166,7 +166,7 @@ class Guide:
     def _go_along(self, tree: GuidedTree, path: Path) -> None:
         """Take over the state of a node of the tree, which the next token was sampled at."""
         node = tree.guides.get(path)
-        self._tree = None
+        self._tree = self._mask = None
         if node is None:
             self.failure = FormError("a draft was accepted that is cut", fix="report this")
         else:
@@ -238,7 +238,7 @@ def fill_masks(guides: Iterable[Guide]) -> None:
 class GuidedTree:
     """The guides of a drafted tree's nodes by their paths, and so the tree's masks.
 
-    `root` has the mask of the root; `room`: for how many tokens there is room, behind those that are taken.
+    `root` finds the mask of the root; `room`: for how many tokens there is room, behind those that are taken.
     """
 
     def __init__(self, root: Guide, room: int):
@@ -247,7 +247,11 @@ class GuidedTree:
         self._room = room
 
     def _find(self, paths: Sequence[Path]) -> dict[Path, bytes | None]:
-        """Return what is left of paths, of which each comes behind the one that it goes on with."""
+        """Return what is left of paths, of which each comes behind the one that it goes on with.
+
+        The root's own mask, too, is found only now: nothing holds up the step's launch.
+        """
+        self.guides[()].fill()
         for path in paths:
             parent = self.guides.get(path[:-1])
             guide = parent.behind(path[-1], self._room - len(path)) if path and parent else None

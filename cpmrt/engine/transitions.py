@@ -132,25 +132,25 @@ def next_shape(seq: Sequence) -> int:
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int, limits: ExecutorLimits) -> Decode | Speculate:
+    """Return the next step. Masks are filled that the executor may need before the step is submitted."""
     slots = tuple(seq.slot for seq in sequences)
     if shape != PLAIN:
         guide, room = sequences[0].guide, sequences[0].room
         return Speculate(slots, shape, guide.tree_masks(room) if guide else None)
     if not any(seq.guide for seq in sequences):
         return Decode(slots)
-    masks, certain, known = list[Mask | None](), list[tuple[int, ...]](), list[Guide]()
+    masks, certain = list[Mask | None](), list[tuple[int, ...]]()
     num_free = limits.certain_rows - len(sequences)
     for seq in sequences:
         mask: Mask | None = None
         brought: tuple[int, ...] = ()
         if seq.guide:
-            mask, brought, is_known = seq.guide.next_step(seq.room, num_free, is_known=not seq.num_in_flight)
-            if is_known:
-                known.append(seq.guide)
+            mask, brought = seq.guide.next_step(seq.room, num_free, is_known=not seq.num_in_flight)
         masks.append(mask)
         certain.append(brought)
         num_free -= len(brought)
-    fill_masks_of(known)
+    if limits.run_ahead == 1:
+        fill_masks_of([seq.guide for seq in sequences if seq.guide])
     return Decode(slots, tuple(masks), tuple(certain) if any(certain) else ())
 
 
@@ -204,7 +204,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
 
 
 def fill_masks(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Give the last steps in flight their masks, now that the results before them are applied.
+    """Give the last steps in flight their masks, if the results before them are applied.
 
     Returns the sequences whose grammar has failed there; they are finished.
     """
