@@ -1,7 +1,6 @@
 // The sampling chain over one row of logits, for the kernels of sampling.cu and tree_sampling.cu; see the first of them.
 #pragma once
-#include "philox.cuh"
-#include "sampling_row.cuh"
+#include "draw.cuh"
 
 DEVICE void clear_histogram(Shared* shared) {
   for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
@@ -134,29 +133,6 @@ DEVICE Cut filter(const Row<Counts>& row, int top_k, float top_p) {
     if (inner.step < cut.step || (same && inner.key > cut.key)) cut = inner;
   }
   return cut;
-}
-
-// The arg max of z + noise among what the filters keep.
-template <typename Counts>
-DEVICE int draw(Row<Counts>& row, Cut cut, float log_min_p) {
-  const float minus_infinity = __uint_as_float(0xFF800000u), least = __fadd_rn(row.maximum, log_min_p);
-  uint64_t best = 0;
-#pragma unroll 1
-  for (int group = row.first_group(); group < row.end_group(); group += kThreads) {
-    float values[4];
-    load_logits<VOCAB>(values, row.logits, group);
-    const uint4 random = philox(group, row.position, row.seed);
-    const uint32_t words[4] = {random.x, random.y, random.z, random.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int token = group * 4 + i;
-      if (VOCAB % 4 != 0 && token >= VOCAB) continue;
-      const float z = row.adjust(values[i], token);
-      const bool stays = row.kept(z, cut) && z >= least;
-      best = Larger::of(best, candidate(stays ? __fadd_rn(z, gumbel(words[i])) : minus_infinity, token));
-    }
-  }
-  return token_of(row.template combine<Larger>(best));
 }
 
 // Log-probabilities of the chosen token and of the `count` best, from the raw logits, one pass over the row for each.

@@ -1,4 +1,4 @@
-"""philox.cuh against reference/philox.py: the same bits."""
+"""philox.cuh against reference/philox.py: the same bits; the estimate of the noise is near the noise."""
 
 from __future__ import annotations
 
@@ -22,14 +22,39 @@ extern "C" __global__ void KERNEL(uniforms)(float* out, int count, int position,
   for (int i = 0; i < 4; i++) if (group * 4 + i < count) out[group * 4 + i] = uniform(parts[i]);
 }"""
 
+ESTIMATES = b"""#include "philox.cuh"
+extern "C" __global__ void KERNEL(errors)(uint32_t* largest) {
+  const uint32_t threads = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x;
+  float error = 0.0f;
+  for (uint64_t word = first; word < 1ull << 32; word += threads) {
+    const uint32_t bits = static_cast<uint32_t>(word);
+    const float off = fabsf(gumbel_estimate(bits) - gumbel(bits));
+    error = off <= error ? error : off;
+  }
+  atomicMax(largest, __float_as_uint(error));
+}"""
+
+
+def compiled(cuda: Any, folder: Path, name: str, text: bytes) -> Any:
+    cubin, _ = nvrtc.compile_cubin(
+        with_headers(f"sampling/{name}.cu", text), compiler.options(cuda.arch, DType.BFLOAT16, {})
+    )
+    (folder / f"{name}.cubin").write_bytes(cubin)
+    return cuda.cupy.RawModule(path=str(folder / f"{name}.cubin")).get_function(f"{name}_bf16")
+
+
+@pytest.mark.gpu
+def test_the_estimate_of_every_words_noise(cuda: Any, tmp_path: Path) -> None:
+    largest = cuda.cupy.zeros(1, np.uint32)
+    compiled(cuda, tmp_path, "errors", ESTIMATES)((4096,), (256,), (largest,))
+    error = cuda.cupy.asnumpy(largest).view(np.float32)[0]
+    assert error <= 2e-5  # not so if it is NaN
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (1, 2**31 - 1), (2**64 - 1, 77), (0x0123456789ABCDEF, 4096)])
 def test_uniforms_have_the_oracles_bits(cuda: Any, tmp_path: Path, seed: int, position: int) -> None:
-    source = with_headers("sampling/uniforms.cu", UNIFORMS)
-    cubin, _ = nvrtc.compile_cubin(source, compiler.options(cuda.arch, DType.BFLOAT16, {}))
-    (tmp_path / "uniforms.cubin").write_bytes(cubin)
-    raw = cuda.cupy.RawModule(path=str(tmp_path / "uniforms.cubin")).get_function("uniforms_bf16")
+    raw = compiled(cuda, tmp_path, "uniforms", UNIFORMS)
     count = 4001
     out = cuda.cupy.zeros(count, np.float32)
     raw((8,), (128,), (out, np.int32(count), np.int32(position), np.uint64(seed)))

@@ -232,6 +232,48 @@ def test_equal_logits_leave_the_choice_to_the_noise(cuda: Any) -> None:
     assert len(set(expected)) > 50
 
 
+def near_ties(vocab: int, count: int, gap: float) -> Iterator[tuple[Row, int]]:
+    """Rows in which two tokens are `gap` apart with their noise, and the one that wins: of one thread, or of two."""
+    rng = np.random.default_rng(vocab)
+    for position in range(count):
+        noise = gumbel(5, position, vocab).astype(np.float64)
+        first = int(rng.integers(vocab - 4096))
+        second = first + int(rng.choice([1, 2, 4, 37, 2048, 4095]))
+        logits = np.full(vocab, -40.0)
+        logits[first] = 1.0
+        logits[second] = 1.0 + noise[first] - noise[second] + gap
+        row = simple_row(logits, temperature=1.0)
+        row.position = position
+        yield row, second if gap > 0 else first
+
+
+@pytest.mark.parametrize("gap", [3e-5, -3e-5])
+def test_the_better_of_two_that_are_nearly_equal(cuda: Any, gap: float) -> None:
+    """Estimates of both are closer to each other than estimates can be trusted."""
+    pairs = [pair for pair in near_ties(73448, 200, gap) if abs(pair[0].logits).max() < 41]
+    assert len(pairs) > 150
+    for start in range(0, len(pairs), 64):
+        part = pairs[start : start + 64]
+        got = [result.token_ids[0] for result in launch(cuda, [row for row, _ in part]).rows]
+        assert got == [token for _, token in part]
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 1e-30}, {"temperature": 1e-20}])
+def test_large_logits_are_compared_exactly(cuda: Any, settings: dict[str, Any]) -> None:
+    """Their estimates are further from them than they are from each other."""
+    vocab, rows = 4099, []
+    for position in range(64):
+        logits = np.full(vocab, -3e6)
+        logits[[position, 999, 4000]] = 2e6, 2e6 + 1.25, 2e6 - 0.5
+        row = simple_row(logits, **({"temperature": 1.0} | settings))
+        row.position = position
+        rows.append(row)
+    got = [result.token_ids[0] for result in launch(cuda, rows).rows]
+    assert [token for token, row in zip(got, rows, strict=True) if row.is_decided()] == [
+        row.token for row in rows if row.is_decided()
+    ]
+
+
 @pytest.mark.parametrize("vocab", [5, 997, 73448])
 @pytest.mark.parametrize("count", [1, 20])
 def test_logprobs(cuda: Any, vocab: int, count: int) -> None:

@@ -1,0 +1,114 @@
+// The draw among the tokens that the filters keep: the arg max of z + noise, the logarithms of which are computed for few tokens.
+//
+// An estimate of z + noise says which token of a warp may be its largest: others are further below the largest estimate than two
+// estimates can be wrong. What is compared in the end are the values that the oracle defines, so the token is the one that computing
+// all of them would find.
+#pragma once
+#include "philox.cuh"
+#include "sampling_row.cuh"
+
+// Where what the filters keep begins, on the scale of estimates of z: tokens from `least` on are kept from `sure` on, and between the
+// two their z says whether they are.
+struct Estimates {
+  float inverse, least, sure;
+  float margin;  // by which the largest z + noise of a warp may seem less than another's
+
+  template <typename Counts>
+  DEVICE Estimates(const Row<Counts>& row, Cut cut, float least_z) {
+    // An estimate of z is wrong by 2^-22 of it at most, and of what can be the largest z + noise z is within 26 of the maximum.
+    const float size = fabsf(row.maximum), minus_infinity = __uint_as_float(0xFF800000u);
+    margin = 1e-4f + 1e-6f * size;
+    inverse = row.temperature == 1.0f ? 1.0f : __frcp_rn(row.temperature);
+    const float next_step = cut.step == kTail ? minus_infinity : row.maximum - (cut.step + 1) * kStep;
+    const float of_key = cut.key == 0 ? minus_infinity : unordered(cut.key);
+    const float of_cut = fminf(fmaxf(of_key, next_step), row.maximum - cut.step * kStep);
+    const float edge = fmaxf(of_cut, least_z), room = edge == minus_infinity ? 0.0f : 1e-4f + 1e-6f * (size + fabsf(edge));
+    least = edge - room, sure = edge + room;
+  }
+};
+
+// The best of a thread's tokens by their estimates, and the estimate of its second best.
+struct Seeming {
+  float best, second;
+  int token;
+  uint32_t word;
+
+  DEVICE void take(float estimate, int its_token, uint32_t its_word) {
+    const bool is_better = estimate > best;
+    second = fmaxf(second, fminf(best, estimate));
+    best = fmaxf(best, estimate);
+    token = is_better ? its_token : token, word = is_better ? its_word : word;
+  }
+};
+
+// Which of a group's tokens are not kept, as bits.
+template <typename Counts>
+DEVICE uint32_t dropped_of(const Row<Counts>& row, Cut cut, float least_z, int group) {
+  uint32_t dropped = 0;
+#pragma unroll 1
+  for (int i = 0; i < 4 && group * 4 + i < VOCAB; i++) {
+    const float z = row.adjust(row.logits[group * 4 + i], group * 4 + i);
+    dropped |= (row.kept(z, cut) && z >= least_z ? 0u : 1u) << i;
+  }
+  return dropped;
+}
+
+// The best of the thread's tokens by z + noise: where two seem alike.
+template <typename Counts>
+DEVICE uint64_t best_of_all(const Row<Counts>& row, Cut cut, float least_z) {
+  uint64_t best = 0;
+#pragma unroll 1
+  for (int group = row.first_group(); group < row.end_group(); group += kThreads) {
+    const uint4 random = philox(group, row.position, row.seed);
+    const uint32_t dropped = dropped_of(row, cut, least_z, group);
+#pragma unroll 1
+    for (int i = 0; i < 4 && group * 4 + i < VOCAB; i++) {
+      const uint32_t word = i < 2 ? (i == 0 ? random.x : random.y) : i == 2 ? random.z : random.w;
+      const int token = group * 4 + i;
+      if (!(dropped >> i & 1)) best = Larger::of(best, candidate(__fadd_rn(row.adjust(row.logits[token], token), gumbel(word)), token));
+    }
+  }
+  return best;
+}
+
+// The token of the arg max of z + noise among what the filters keep.
+template <typename Counts>
+DEVICE int draw(Row<Counts>& row, Cut cut, float log_min_p) {
+  const float minus_infinity = __uint_as_float(0xFF800000u), least_z = __fadd_rn(row.maximum, log_min_p);
+  const Estimates estimates(row, cut, least_z);
+  Seeming seeming = {minus_infinity, minus_infinity, 0, 0};
+#pragma unroll 1
+  for (int group = row.first_group(); group < row.end_group(); group += kThreads) {
+    float z[4];
+    load_logits<VOCAB>(z, row.logits, group);
+    bool has_any = false, has_doubtful = false;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = group * 4 + i;
+      const bool exists = VOCAB % 4 == 0 || token < VOCAB;
+      if ((Counts::kIsMasked || row.is_adjusted) && exists) z[i] = row.penalise(z[i], token);
+      z[i] = exists ? z[i] * estimates.inverse : minus_infinity;
+      has_any = has_any || z[i] >= estimates.least;
+      has_doubtful = has_doubtful || (z[i] >= estimates.least && !(z[i] >= estimates.sure));
+    }
+    if (!has_any) continue;
+    const uint32_t dropped = has_doubtful ? dropped_of(row, cut, least_z, group) : 0u;
+    const uint4 random = philox(group, row.position, row.seed);
+    const uint32_t words[4] = {random.x, random.y, random.z, random.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool stays = z[i] >= estimates.least && !(dropped >> i & 1);
+      seeming.take(stays ? z[i] + gumbel_estimate(words[i]) : minus_infinity, group * 4 + i, words[i]);
+    }
+  }
+  const float largest = unordered(__reduce_max_sync(0xFFFFFFFFu, ordered(seeming.best)));
+  const float enough = fminf(largest, 3e38f) - estimates.margin;
+  uint64_t best = 0;
+  if (seeming.second >= enough && seeming.second > minus_infinity) {
+    best = best_of_all(row, cut, least_z);
+  } else if (seeming.best >= enough && seeming.best > minus_infinity) {
+    const float z = row.adjust(row.logits[seeming.token], seeming.token);
+    best = candidate(__fadd_rn(z, gumbel(seeming.word)), seeming.token);
+  }
+  return token_of(row.template combine<Larger>(best));
+}
