@@ -29,7 +29,7 @@ struct QkvEpilogue {
   int T, num_heads, num_kv_heads, pages_per_sequence, max_context;
   uint32_t place;   // shared int2 per token: position, its place among all pages' tokens (-1: not stored)
   int slot, position, location, stored;   // of the token that this thread looks up
-  int guessed_slot, guessed_position, guessed_location, page;
+  int guessed_slot = 0, guessed_position = -1, guessed_location = 0, page;
   // Angles are read a whole product early, but for NT = 8, which has no registers left for them.
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][PAIRS], sine[kEarly ? NT : 1][PAIRS];

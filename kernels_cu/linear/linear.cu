@@ -23,136 +23,8 @@
     !defined(SMEM_BYTES) || (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
 #error "a constant is not defined, or not for this product"
 #endif
-#include "weight_stream.cuh"
+#include "activations.cuh"
 #include "linear_epilogue.cuh"
-
-// x in shared memory in the order in which lanes read it, [unit][token tile][32 k][lane] 16 bytes, and its normalisation.
-// The first 16 lanes have all of half a tile: what the others would have is zero.
-struct Activations {
-  const Lane& at;
-  const scalar_t* x;       // column 8 t of row 0
-  int T;
-  uint32_t base;
-  int unit = 0, slot = 0;  // the next of the warp's own units to copy, and its place
-  int remaining;           // units still to copy, over all groups
-  float scale[NT];         // 1 / rms of token i * 8 + g
-
-  DEVICE Activations(const Lane& lane, const scalar_t* rows, int num_rows, int passes)
-      : at(lane), x(rows + lane.quarter * 8), T(num_rows), base(lane.shared + kXOffset + lane.lane * 16),
-        remaining(lane.own_units * (kResident ? 1 : passes)) {}
-
-  DEVICE const scalar_t* source(int i, int from_unit) const {
-    return x + static_cast<size_t>(min(i * 8 + at.token, T - 1)) * kRowPitch + from_unit * 64;
-  }
-  DEVICE uint32_t address(int place, int i, int j) const {
-    return base + place * kXUnitBytes + i * 1024 + j * (is_half(i) ? 256 : 512);
-  }
-  DEVICE static bool is_half(int i) { return HALF_TILE && i + 1 == NT; }
-  DEVICE bool has(int i) const { return !is_half(i) || at.lane < 16; }
-  DEVICE uint4 load(int place, int i, int j) const {
-    return has(i) ? load_shared(address(place, i, j)) : make_uint4(0, 0, 0, 0);
-  }
-  // The place of a unit of the warp's run; `turn` counts the units read so far, modulo the places.
-  DEVICE int place(int u, int turn) const {
-    if (kStaged) return turn;
-    return SPLIT_WARPS == 1 ? u : at.warp * kXSlots + (kResident ? u : turn);
-  }
-
-  DEVICE void copy_next() {
-    if (remaining-- <= 0) return;
-    const int from = kStaged ? (at.rank * kOwnUnits + unit) * kWarps + at.warp : at.own_unit + unit;
-    const int to = kStaged ? slot * kWarps + at.warp : at.warp * kXSlots + slot;
-#pragma unroll
-    for (int i = 0; i < NT; i++)
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-        if (has(i)) cp_async16(address(to, i, j), source(i, from) + j * 32, i * 8 + at.token < T ? 16 : 0);
-    unit = unit + 1 == at.own_units ? 0 : unit + 1;
-    slot = slot + 1 == kXSlots ? 0 : slot + 1;
-  }
-  DEVICE void copy_first() {
-    for (int i = 0; i < (kStaged ? 1 : kXSlots); i++) copy_next();
-    cp_async_commit();
-  }
-
-  DEVICE void copy_norm_weights(const scalar_t* norm) const {
-    for (int i = at.lane; i < at.own_units * 8; i += 32)
-      cp_async16(at.shared + kNormOffset + at.warp * kOwnUnits * 128 + i * 16, norm + at.own_unit * 64 + i * 8);
-  }
-  // Norm weights of a unit of the block, in the order of x.
-  DEVICE uint4 norm_weights(int block_unit, int j) const {
-    return load_shared(at.shared + kNormOffset + block_unit * 128 + j * 64 + at.quarter * 16);
-  }
-  DEVICE uint4 normalised(uint4 v, uint4 w, float s) const {
-    uint32_t* values = &v.x;
-    const uint32_t* weights = &w.x;
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float2 a = unpack2(values[e]), b = unpack2(weights[e]);
-      values[e] = pack2(a.x * s * b.x, a.y * s * b.y);
-    }
-    return v;
-  }
-  DEVICE void normalise_in_place(int at_place, int block_unit) const {
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const uint4 w = norm_weights(block_unit, j);
-#pragma unroll
-      for (int i = 0; i < NT; i++)
-        if (has(i)) store_shared(address(at_place, i, j), normalised(load_shared(address(at_place, i, j)), w, scale[i]));
-    }
-  }
-
-  // scale[i], and x normalised where it is resident. Square sums: lane order, four lanes, then the owners in order.
-  DEVICE void normalise(float eps) {
-    float sum[NT];
-#pragma unroll
-    for (int i = 0; i < NT; i++) sum[i] = 0.0f;
-    for (int u = 0; u < at.own_units; u++)
-#pragma unroll
-      for (int i = 0; i < NT; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const uint4 v = kResident ? load(at.warp * kXSlots + u, i, j) : load16_past_l1(source(i, at.own_unit + u) + j * 32);
-          const uint32_t* values = &v.x;
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const float2 a = unpack2(values[e]);
-            sum[i] = fmaf(a.y, a.y, fmaf(a.x, a.x, sum[i]));
-          }
-        }
-    if (CLUSTER > 1) group_wait();   // the peer has started
-#pragma unroll
-    for (int i = 0; i < NT; i++) {
-      sum[i] += __shfl_xor_sync(0xFFFFFFFFu, sum[i], 1);
-      sum[i] += __shfl_xor_sync(0xFFFFFFFFu, sum[i], 2);
-      const uint32_t to = at.shared + kSquareOffset + ((at.rank * kWarps + at.warp) * kTokens + i * 8 + at.token) * 4;
-      if (at.quarter < CLUSTER) store_peer(block_address(to, at.quarter), sum[i]);
-    }
-    group_arrive();
-    group_wait();
-    group_announce();
-#pragma unroll
-    for (int i = 0; i < NT; i++) {
-      float total = 0.0f;
-#pragma unroll
-      for (int p = 0; p < kOwners; p++) total += load_shared_float(at.shared + kSquareOffset + (p * kTokens + i * 8 + at.token) * 4);
-      scale[i] = rsqrtf(fmaf(total, 1.0f / K, eps));
-    }
-    if constexpr (kResident) {
-      for (int u = 0; u < at.own_units; u++) normalise_in_place(at.warp * kXSlots + u, at.warp * kOwnUnits + u);
-      if (SPLIT_WARPS == 1) __syncthreads();
-    }
-  }
-
-  // Normalises the warp's unit of the stage that starts at unit u, then starts the next stage's copy.
-  DEVICE void enter_stage(int u, int turn) {
-    cp_async_wait<kPending>();
-    if (NORM) normalise_in_place(turn + at.warp, u + at.warp);
-    __syncthreads();
-    copy_next();
-  }
-};
 
 // acc += tile (16 rows) x tokens over 32 k, as two m16n8k16 products.
 DEVICE void multiply(float (&acc)[NT][4], uint4 lo, uint4 hi, const uint4 (&x)[NT]) {
@@ -284,6 +156,21 @@ DEVICE void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, Activat
   }
 }
 
+// visit(nt, i, tile, row, token) for the outputs of a group that the thread finishes, if warps split K.
+template <class Tiles, class Visit>
+DEVICE void visit_pairs(const Tiles& tiles, int group, int rank, int T, Visit visit) {
+#pragma unroll
+  for (int nt = 0; nt < NT; nt++)
+#pragma unroll
+    for (int i = 0; i < kThreadPairs; i++) {
+      const int pair = threadIdx.x + i * kThreads, odd = CLUSTER == 1 ? pair >> 5 & 1 : rank;
+      const int tile = group * GROUP + (pair >> (CLUSTER == 1 ? 6 : 5)), token = nt * 8 + (pair & 3) * 2 + odd;
+      if (pair < kPairs && tile < tiles.num_tiles && token < T) visit(nt, i, tile, pair >> 2 & 7, token);
+    }
+}
+
+constexpr bool kGuesses = LINEAR == 0 && NT == 1;   // where one row is, before the wait
+
 // The whole product. Where warps have tiles of their own the epilogue prefetches nothing.
 template <class Tiles, class Epilogue>
 DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_t* x, const scalar_t* norm,
@@ -294,6 +181,10 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
   if (NORM) activations.copy_norm_weights(norm);
   WeightStream<Tiles> weights(at, tiles, weight);
   group_announce();
+  if constexpr (kGuesses) {
+    if (T == 1) epilogue.guess();
+    if (T == 1) visit_pairs(tiles, first_group, at.rank, 1, [&](int, int i, int tile, int row, int) { epilogue.guess_angle(i, tile, row); });
+  }
   pdl_wait();
   activations.copy_first();
   if constexpr (LINEAR == 0) epilogue.prepare(at.shared + kEpilogueOffset);
@@ -307,16 +198,9 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
 #pragma unroll 1
   for (int group = first_group; group < tiles.num_groups; group += num_clusters) {
     const bool last = group + num_clusters >= tiles.num_groups;
-    if (SPLIT_WARPS > 1) {
-#pragma unroll
-      for (int nt = 0; nt < NT; nt++)
-#pragma unroll
-        for (int i = 0; i < kThreadPairs; i++) {
-          const int pair = threadIdx.x + i * kThreads, odd = CLUSTER == 1 ? pair >> 5 & 1 : at.rank;
-          const int tile = group * GROUP + (pair >> (CLUSTER == 1 ? 6 : 5)), token = nt * 8 + (pair & 3) * 2 + odd;
-          if (pair < kPairs && tile < tiles.num_tiles && token < T) epilogue.prefetch(nt, i, tile, pair >> 2 & 7, token);
-        }
-    }
+    if constexpr (kGuesses) if (group != first_group) epilogue.forget_guess();
+    if (SPLIT_WARPS > 1)
+      visit_pairs(tiles, group, at.rank, T, [&](int nt, int i, int tile, int row, int token) { epilogue.prefetch(nt, i, tile, row, token); });
     float acc[GROUP][NT][4] = {};
     if (SPLIT_WARPS == 1) {
       accumulate_runs(acc, weights, activations, turn);
@@ -349,8 +233,8 @@ extern "C" __global__ void LINEAR_BOUNDS KERNEL(linear_qkv)(
 #endif
   const int num_tiles = (num_heads + 2 * num_kv_heads) * kHeadTiles;
   const QkvTiles tiles{num_tiles, (num_tiles + kBlockTiles - 1) / kBlockTiles};
-  QkvEpilogue<NT, kThreadPairs> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
-                       pages_per_sequence, max_context};
+  QkvEpilogue<NT, kThreadPairs, kGuesses> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T,
+                                                   num_heads, num_kv_heads, pages_per_sequence, max_context};
   linear_product(tiles, epilogue, x, norm, weight, T, eps);
 }
 #endif

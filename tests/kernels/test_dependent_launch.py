@@ -45,7 +45,7 @@ READ_OLD_DATA_EARLY = tuple(
         "decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks", "latent_attention",
         "latent_attention_wgmma", "absorb_queries", "merge_latents",
     )
-) + ("mixers/lightning_decode.cu", "linear_packed/linear_packed.cu")
+) + ("mixers/lightning_decode.cu", "linear/linear.cu", "linear_packed/linear_packed.cu")
 WEIGHTS_READ_EARLY = {
     "attention/absorb_queries.cu": ("128", 8), "attention/merge_latents.cu": ("128", 4),
     "linear_packed/linear_packed.cu": ("64", 8),

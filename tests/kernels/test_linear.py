@@ -23,6 +23,7 @@ from linear_cases import (
     relative_error,
     step_operands,
 )
+from slow_writer import SlowWriter
 
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
@@ -138,6 +139,22 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
         assert relative_error(values[row], expected[row]) < OPS[op_of(case.product)].tolerance[dtype], row
     for num_rows in ROWS:
         assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(widest[:num_rows])), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stale", ["positions", "slots", "block_tables"])
+@pytest.mark.parametrize("name", ["0.5B qkv", "uneven qkv", "96 qkv", "8B qkv"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_where_a_row_was_is_not_taken_for_where_it_is(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, name: str, stale: str, num_rows: int
+) -> None:
+    """Until the kernel before is done, rows' positions, slots or pages are those of others."""
+    launcher = Launcher(cuda, make_case(name, DType.BFLOAT16), portable=False)
+    expected, held = launcher.run(num_rows), launcher.arrays[stale]
+    writer, wait = SlowWriter(cuda, [held], [held[::-1].copy()], [held.copy()]), launcher.wait
+    monkeypatch.setattr(launcher, "wait", lambda: (wait(), writer.launch()))
+    for _ in range(3):
+        assert np.array_equal(bits(launcher.run(num_rows, pdl=True)), bits(expected))
 
 
 @pytest.mark.gpu
