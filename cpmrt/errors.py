@@ -105,5 +105,25 @@ class FormError(CpmrtError):
     """An answer under a grammar cannot go on: no token is allowed, or the grammar has become too complex."""
 
 
+class MaskError(FormError):
+    """What an answer under a grammar may sample was not found in time, or not obeyed: no fault of the grammar."""
+
+    @classmethod
+    def late(cls) -> MaskError:
+        """Return the error for a mask, or those of a tree, that the device has waited for in vain."""
+        fix = "look for what stops this process for so long"
+        return cls("the mask of a step was not there in time", expected="within 10 s", fix=fix)
+
+    @classmethod
+    def unexplained(cls, what: str) -> MaskError:
+        """Return the error for what can only come of a fault of this program."""
+        return cls(what, fix="report this as a bug")
+
+    @classmethod
+    def nothing_allowed(cls) -> MaskError:
+        """Return the error for a row where no token can be sampled though the grammar allows some."""
+        return cls.unexplained("every token that the mask of a row allows has the logit -infinity")
+
+
 class NoDeviceError(CpmrtError):
     """No usable device for the executor that was asked for."""

@@ -207,8 +207,8 @@ class TokenLogprobs:
 class SlotResult:
     """What one step produced for one slot: no tokens if the sequence had finished before.
 
-    `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity where the mask allows a
-    token, so that none could be sampled there. The executor has finished the sequence, as after an end token.
+    `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity, so that none could be
+    sampled there. The executor has finished the sequence, as after an end token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -226,7 +226,10 @@ class StepResult:
 
 
 class Pending(Protocol):
-    """A submitted step. `wait` blocks until it is done; it may be called again and gives the same result."""
+    """A submitted step. `wait` blocks until it is done; it may be called again and gives the same result.
+
+    It raises MaskError if the masks of the step came too late, or left no token that can be sampled.
+    """
 
     def is_done(self) -> bool:
         """Whether `wait` would return at once. Asked again and again, it raises what `wait` would raise."""

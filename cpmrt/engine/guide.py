@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from cpmrt.errors import FormError
+from cpmrt.errors import FormError, MaskError
 from cpmrt.executor import Mask, Path, TreeMasks
 
 
@@ -137,7 +137,7 @@ class Guide:
             token_ids, room = token_ids[-1:], room - len(token_ids[:-1])
         known = len(self._ahead)
         if tuple(token_ids[:known]) != self._ahead[: len(token_ids)]:
-            self.failure = FormError("a token was sampled that the mask of its row does not allow", fix="report this")
+            self.failure = MaskError.unexplained("a token was sampled that the mask of its row does not allow")
         self._ahead = self._ahead[len(token_ids) :]
         if self.failure is None and token_ids[known:]:
             try:
@@ -168,7 +168,7 @@ class Guide:
         node = tree.guides.get(path)
         self._tree = self._mask = None
         if node is None:
-            self.failure = FormError("a draft was accepted that is cut", fix="report this")
+            self.failure = MaskError.unexplained("a draft was accepted that is cut")
         else:
             self._matcher, self._ahead, self._certain = node._matcher, node._ahead, node._certain
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.dtypes import F32, Array, DType, round_to
-from cpmrt.errors import ConfigError, NoDeviceError
+from cpmrt.errors import ConfigError, MaskError, NoDeviceError
 from cpmrt.executor import (
     MAX_ROWS,
     Admit,
@@ -323,6 +323,8 @@ class ReferenceExecutor:
         running, allowed = self._running[slot], masked(logits, bits)
         if not (is_usable(logits) and is_usable(allowed)):
             running.finished = True
+            if bits is not None and np.max(logits) < np.inf:
+                raise MaskError.nothing_allowed()
             return SlotResult(non_finite=True)
         token = running.sample(allowed)
         if self._drafter:

@@ -2,7 +2,7 @@
 //
 //   formula   path: from the root to the child whose token is the one sampled, and so on; it ends at a stop id or at
 //             max_new_tokens too, and before a node where none could be sampled. Its tokens are those sampled at its
-//             nodes, `length` of them (where its length is simulated, those drafted behind all but the last): words = them, then kNonFinite if it ended so, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
+//             nodes, `length` of them (where its length is simulated, those drafted behind all but the last): words = them, then why that node has none (kNonFinite ..) if it ended so, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
 //             pages[P + j] = pages[P + path[j]] in every layer, of every cache;
 //             carry_hidden[slot][j] = hidden[path[j]], carry_counts[slot] = length
 //   operands  tree DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
@@ -32,7 +32,8 @@ constexpr int kInFlight = 4;
 struct Path {
   int nodes[kMaxNodes], tokens[kMaxNodes];
   int length;
-  bool finished, non_finite;
+  uint32_t end;  // why the node behind the path has no token, else kNoToken
+  bool finished;
 };
 
 // The two nodes of a lane of warp 0: `parent` -2 where there is no room for the node.
@@ -95,11 +96,14 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
     __syncwarp();
   }
   int node = 0, length = 0;
-  bool ends = false, non_finite = false;
+  bool ends = false;
+  uint32_t end = kNoToken;
   do {
     const int sampled = tree->sampled[node];
-    non_finite = sampled < 0;
-    if (non_finite) break;
+    if (sampled < 0) {
+      end = static_cast<uint32_t>(sampled);
+      break;
+    }
     // Under a form the host finds the path among the drafts: a simulated one has their tokens.
     const int drafted = is_simulated && length + 1 < most ? line[length + 1] : -1;
     const int token = drafted >= 0 ? tree->tokens[drafted] : sampled;
@@ -108,7 +112,7 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
     ends = __any_sync(0xFFFFFFFFu, lane < num_stop_ids && stop_id == token) || length == num_left;
     node = is_simulated ? drafted : nodes.child(node, token);
   } while (!ends && node >= 0);
-  if (lane == 0) path.length = length, path.finished = ends || non_finite, path.non_finite = non_finite;
+  if (lane == 0) path.length = length, path.finished = ends || end != kNoToken, path.end = end;
 }
 
 // Block 0: state, history, counts and result.
@@ -129,7 +133,7 @@ DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, ui
   }
   __syncthreads();
   if (results && i < num_words) {
-    const uint32_t none = slot >= 0 && path.non_finite && i == length ? kNonFinite : kNoToken;
+    const uint32_t none = slot >= 0 && i == length ? path.end : kNoToken;
     publish(results, sequence, i, i < length ? path.tokens[i] : none, has_logprobs);
   }
   if (i < length) {

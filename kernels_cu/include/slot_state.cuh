@@ -69,8 +69,8 @@ struct alignas(16) TokenLogprobs {
   int32_t top_ids[kMaxLogprobs];
 };
 
-// An entry of the result ring. A word is the low half of the step's sequence number, shifted left by 32, and a token id
-// kNoToken or kNonFinite. It is stored whole, after the row's logprobs: a word with the right number says that the row is done.
+// An entry of the result ring. A word is the low half of the step's sequence number, shifted left by 32, and a token id, kNoToken
+// or why there is none (kNonFinite ..). It is stored whole, after the row's logprobs: one with the right number says that the row is done.
 struct alignas(16) ResultRecord {
   uint64_t words[kMaxRows];
   TokenLogprobs logprobs[kMaxRows];
@@ -86,11 +86,13 @@ struct alignas(16) StepContext {
 };
 
 constexpr uint32_t kNoToken = 0xFFFFFFFFu;
-// The logits hold NaN or +infinity, or nothing but -infinity: no token can be sampled. As an int it is negative.
+// Why no token could be sampled; as ints they are negative. The logits hold NaN or +infinity, or nothing but -infinity; the
+// mask of a row did not come in time; a drafted node that its form has cut was reached; the logits of all tokens that a mask
+// allows are -infinity.
 constexpr uint32_t kNonFinite = 0xFFFFFFFEu;
-
-// The mask of a row did not come in time. As an int it is negative, too.
 constexpr uint32_t kNoMask = 0xFFFFFFFDu;
+constexpr uint32_t kCutNode = 0xFFFFFFFCu;
+constexpr uint32_t kNothingAllowed = 0xFFFFFFFBu;
 
 // What a row produced, for the host. The fence orders the logprobs that this thread stored before.
 DEVICE void publish(ResultRecord* results, uint64_t sequence, int row, uint32_t token, bool has_logprobs) {

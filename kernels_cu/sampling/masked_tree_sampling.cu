@@ -2,7 +2,8 @@
 //
 //   formula   report_tree: nodes[node] = n << 40 | (parent & 255) << 32 | token, n the number of the command.
 //             sample_masked_tree: as tree_sampling.cu, with z = -infinity for a token whose bit in the node's mask is 0;
-//             log-probabilities are those of the raw logits. A node that is cut gets the token -1, which none can equal
+//             log-probabilities are those of the raw logits. A node that is cut gets the token -1, which none can equal,
+//             and sampled = kCutNode
 //   operands  nodes (16, 64) uint64 in mapped host memory, an entry for each of the ring; context StepContext; ready and bits
 //             as row_mask.cuh has them, a row for each node; else as tree_sampling.cu. Until a node's word is there it
 //             waits, at most kPatience; then it has no token (sampled = kNoMask)
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   if (readiness == kCut || readiness == kLate) {
     if (row.block == 0 && threadIdx.x == 0) {
       if (readiness == kCut) tree->tokens[node] = -1;  // only nodes behind this one, which are cut too, look at it
-      tree->sampled[node] = static_cast<int>(kNoMask);
+      tree->sampled[node] = static_cast<int>(readiness == kCut ? kCutNode : kNoMask);
     }
     return;
   }

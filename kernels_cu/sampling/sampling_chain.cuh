@@ -232,7 +232,7 @@ DEVICE uint64_t best_raw(HeldLogits& held, const float* logits, int first, int e
   return candidate(best, best_group * 4 + token);
 }
 
-// The row's token, or kNonFinite. It ends with a barrier of the row: every block has read the state, none is read from
+// The row's token, kNonFinite or kNothingAllowed. It ends with a barrier of the row: every block has read the state, none is read from
 // any more.
 template <typename Counts>
 DEVICE int sample_row(Row<Counts>& row, HeldLogits& held, int top_k, float top_p, float log_min_p) {
@@ -249,7 +249,11 @@ DEVICE int sample_row(Row<Counts>& row, HeldLogits& held, int top_k, float top_p
   if (best == kUnusable) return static_cast<int>(kNonFinite);
   // The larger of two logits has the larger z, too.
   row.maximum = row.scale(unordered(static_cast<uint32_t>(best >> 32)));
-  if (best == 0 || row.maximum == -infinity) return static_cast<int>(kNonFinite);
+  if (best == 0 || row.maximum == -infinity) {
+    bool is_masked = false;
+    if constexpr (Counts::kIsMasked) is_masked = row.token_counts.mask.is_masked;
+    return static_cast<int>(is_masked ? kNothingAllowed : kNonFinite);
+  }
   int token = token_of(best);
   if (row.temperature != 0.0f) {
     token = draw(row, filter(row, top_k, top_p), log_min_p);

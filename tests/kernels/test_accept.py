@@ -159,6 +159,18 @@ def test_a_stop_token_ends_inside_the_path(cuda: Any) -> None:
     assert ends == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("code", [ss.NON_FINITE, ss.NO_MASK, ss.CUT_NODE, ss.NOTHING_ALLOWED])
+@pytest.mark.parametrize("node", [0, 1, 4, 6])
+def test_a_node_without_a_token_ends_the_path_and_says_why(cuda: Any, node: int, code: int) -> None:
+    rng, shape = np.random.default_rng(11), TreeShape.chain(6)
+    running = Running(0, [1, 2], capacity=320, max_context=320)
+    stepper, drafted = Stepper(TreeDevice(cuda), running, shape), [*range(10, 17)]
+    sampled = drafted[:node] + [int(np.uint32(code).astype(np.int32))] + drafted[node + 1 :]
+    assert stepper.step(chain_nodes(2, drafted[:6], 7), sampled, rng) == list(range(node))
+    assert stepper.device.words(7) == [*drafted[:node], code, *[ss.NO_TOKEN] * (6 - node)]
+    assert stepper.device.get("slot_states").view(ss.SLOT_STATE)[0]["finished"]
+
+
 @pytest.mark.parametrize("left", [1, 2, 6, 7, 8])
 def test_the_limit_ends_inside_the_path(cuda: Any, left: int) -> None:
     rng, shape = np.random.default_rng(7), TreeShape.chain(6)

@@ -10,15 +10,28 @@ from kernels.test_sampling import POISON, SEQUENCE, THREADS, Row, admit, context
 
 from cpmrt.cuda.step.commands import slot_state
 from cpmrt.cuda.step.rings import step_result
-from cpmrt.cuda.step.structs import BIASED, NO_TOKEN, RESULT_RECORD, RING_ENTRIES, SEEN, SLOT_STATE, STEP_CONTEXT
+from cpmrt.cuda.step.structs import (
+    BIASED,
+    NO_TOKEN,
+    NON_FINITE,
+    NOTHING_ALLOWED,
+    RESULT_RECORD,
+    RING_ENTRIES,
+    SEEN,
+    SLOT_STATE,
+    STEP_CONTEXT,
+)
 from cpmrt.dtypes import DType
 from cpmrt.reference.sampling import is_usable, masked, token_logprobs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 
 
-def launch(cuda: Any, rows: list[Row], masks: list[bytes | None], *, portable: bool = False) -> list[Any]:
-    """Sample `rows` under `masks` (None: any token), which are there already."""
+def launch(
+    cuda: Any, rows: list[Row], masks: list[bytes | None], *, portable: bool = False
+) -> tuple[list[int], list[Any]]:
+    """Sample `rows` under `masks` (None: any token), which are there already. Returns the tokens, or codes instead of
+    one, and the results of the rows that have one."""
     vocab, mask_rows = len(rows[0].logits), len(rows) + 3
     kernel = cuda.kernel("sample_masked", DType.BFLOAT16, VOCAB=vocab, PORTABLE=int(portable))
     states, counts = np.zeros(len(rows), SLOT_STATE), np.zeros((len(rows), vocab), np.uint32)
@@ -49,7 +62,8 @@ def launch(cuda: Any, rows: list[Row], masks: list[bytes | None], *, portable: b
     )  # fmt: skip
     found = np.ascontiguousarray(cuda.numpy(arrays[0])).view(RESULT_RECORD)[entry]
     tokens = (found["words"] & np.uint64(NO_TOKEN)).tolist()[: len(rows)]
-    return list(step_result(tokens, found, tuple(row.params.logprobs for row in rows)).slots)
+    sampled = [token if token < vocab else NO_TOKEN for token in tokens]
+    return tokens, list(step_result(sampled, found, tuple(row.params.logprobs for row in rows)).slots)
 
 
 def mask_of(kind: str, vocab: int, rng: np.random.Generator) -> bytes | None:
@@ -76,11 +90,12 @@ def test_tokens_are_the_definitions(cuda: Any, vocab: int, portable: bool) -> No
     for batch in range(3):
         rows = random_rows(vocab, batch, 64, logprobs=batch)
         masks = [mask_of(MASKS[number % len(MASKS)], vocab, rng) for number in range(len(rows))]
-        results = launch(cuda, rows, masks, portable=portable)
-        for row, mask, result in zip(rows, masks, results, strict=True):
+        told, results = launch(cuda, rows, masks, portable=portable)
+        for row, mask, code, result in zip(rows, masks, told, results, strict=True):
             raw, row.logits = row.logits, masked(row.logits, mask)
             if not (is_usable(raw) and is_usable(row.logits)):
-                assert result.non_finite and not result.token_ids
+                are_numbers = mask is not None and np.max(raw) < np.inf
+                assert code == (NOTHING_ALLOWED if are_numbers else NON_FINITE)
                 continue
             (token,) = result.token_ids
             assert np.isfinite(row.logits[token]), "a token that the mask does not allow"

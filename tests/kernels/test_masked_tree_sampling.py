@@ -66,6 +66,7 @@ def test_a_node_samples_under_its_mask(cuda: Any, ring: TreeRing, sampling: Samp
             assert tree["sampled"][node] == -5
         elif tuple(path) not in bits:
             assert tree["tokens"][node] == -1, "no sampled token equals it"
+            assert tree["sampled"][node].astype(np.uint32) == ss.CUT_NODE
             num_cut += 1
         else:
             token, _ = plain.sample(own, counts[1], path, masked(logits[node], bits[tuple(path)]))
@@ -99,3 +100,20 @@ def test_a_tree_that_is_let_go_samples_anything(cuda: Any, ring: TreeRing) -> No
     masks.let_go()
     device.kernels.sample_masked_tree(cuda.array(logits), ring)
     assert device.tree()["sampled"][0] == int(np.argmax(logits[0])) and not tree()
+
+
+@pytest.mark.parametrize(("bits", "bad_logit", "code"), [
+    (bytes(VOCAB // 8), 1.0, ss.NOTHING_ALLOWED), (b"\x01", -np.inf, ss.NOTHING_ALLOWED),
+    (b"\x02", np.nan, ss.NON_FINITE), (None, np.inf, ss.NON_FINITE),
+])  # fmt: skip
+def test_why_a_node_has_no_token(cuda: Any, ring: TreeRing, bits: bytes | None, bad_logit: float, code: int) -> None:
+    device, rng = TreeDevice(cuda), np.random.default_rng(7)
+    _, nodes, logits = prepared(device, Sampling(), rng)
+    logits[0, 0] = bad_logit
+    tree = MaskedTree(ring, number_of(device), 64, TreeMasks({(): bits}))
+    device.kernels.report_tree(SHAPE, ring)
+    cuda.sync()
+    assert not tree()
+    device.kernels.sample_masked_tree(cuda.array(logits), ring)
+    sampled = device.tree()["sampled"].astype(np.uint32)
+    assert sampled[0] == code and (np.delete(sampled, [0, PADDING]) == ss.CUT_NODE).all()

@@ -15,7 +15,7 @@ from cpmrt.cuda.step import structs as ss
 from cpmrt.cuda.step.commands import command_bytes, slot_state, write_slots, write_step
 from cpmrt.cuda.step.rings import answered_tokens, step_result
 from cpmrt.dtypes import DType
-from cpmrt.errors import KernelCompileError, RequestError
+from cpmrt.errors import KernelCompileError, MaskError, RequestError
 from cpmrt.executor import Admit, Prefill, Recall, SlotResult, TokenLogprobs
 from cpmrt.memory.caches import PAGE_SIZE
 
@@ -38,6 +38,9 @@ CONSTANTS = {
     "kSeen": int(ss.SEEN),
     "kNoToken": ss.NO_TOKEN,
     "kNonFinite": ss.NON_FINITE,
+    "kNoMask": ss.NO_MASK,
+    "kCutNode": ss.CUT_NODE,
+    "kNothingAllowed": ss.NOTHING_ALLOWED,
     "kAdmit": ss.ADMIT,
     "kPrefill": ss.PREFILL,
     "kDecode": ss.DECODE,
@@ -174,6 +177,19 @@ def test_tokens_belong_to_slots() -> None:
     assert step_result([9, 8, ss.NO_TOKEN], record, (0,)).slots == (SlotResult((9, 8)),)
     assert step_result([9, ss.NON_FINITE], record, (0, 0)).slots == (SlotResult((9,)), SlotResult(non_finite=True))
     assert step_result([9, ss.NON_FINITE, ss.NO_TOKEN], record, (0,)).slots == (SlotResult((9,), non_finite=True),)
+    assert step_result([ss.NON_FINITE, ss.NO_TOKEN], record, (2,)).slots == (SlotResult(non_finite=True),)
     emitted = SlotResult((9, 8), (TokenLogprobs(9, -1.0), with_logprobs))
     assert step_result([9, 8, ss.NO_TOKEN], record, (1,)).slots == (emitted,)
     assert step_result([ss.NO_TOKEN], record, ()).slots == ()
+
+
+@pytest.mark.parametrize(("code", "message"), [
+    (ss.NO_MASK, "not there in time"), (ss.CUT_NODE, "its form has cut"), (ss.NOTHING_ALLOWED, "logit -infinity"),
+])  # fmt: skip
+@pytest.mark.parametrize(("before", "num_logprobs"), [((), (0,)), ((9,), (0, 0)), ((9, 8), (0,)), ((9,), (1,))])
+def test_what_a_form_has_to_do_with_is_no_fault_of_the_logits(
+    code: int, message: str, before: tuple[int, ...], num_logprobs: tuple[int, ...]
+) -> None:
+    record = np.zeros(1, ss.RESULT_RECORD)[0]
+    with pytest.raises(MaskError, match=message):
+        step_result([*before, code], record, num_logprobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from tiny_checkpoint import write_checkpoint
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import EngineConfig, ModelConfig, Sampling, SpeculationConfig, TreeShape
 from cpmrt.engine import Engine, Request
-from cpmrt.errors import NonFiniteLogitsError
+from cpmrt.errors import MaskError, NonFiniteLogitsError
+from cpmrt.executor import Admit, Decode, Prefill, SlotResult
 from cpmrt.reference.assembly import open_executor
 from cpmrt.reference.sampling import is_usable
 from cpmrt.weights.model_folder import ModelFolder
@@ -65,6 +67,21 @@ def test_a_damaged_weight_is_reported_at_the_first_token(value, sampling):
     assert tokens == []
     assert f"position {len(PROMPT)} " in str(error) and "weights" in str(error) and "float16" in str(error)
     assert engine.is_idle and len(engine.free_slots) == 1
+
+
+@pytest.mark.parametrize(("row", "bits", "error"), [
+    ([1.0, 2.0, -INF], b"\x04", MaskError), ([1.0, 2.0, 3.0], b"\x00", MaskError), ([-INF] * 3, b"\x01", MaskError),
+    ([1.0, NAN, 2.0], b"\x01", None), ([INF, 1.0, 2.0], b"\x02", None), ([-INF] * 3, None, None),
+])  # fmt: skip
+def test_a_mask_that_leaves_nothing_is_no_fault_of_the_logits(row, bits, error):
+    executor = make_executor(ModelConfig.from_hf(MINICPM))
+    executor.submit(Admit(0, Sampling(), 0, 9, ()))
+    executor.submit(Prefill(0, PROMPT, 0, is_last=True)).wait()
+    logits = np.full(executor.config.vocab_size, -INF, np.float32)
+    logits[:3] = row
+    with pytest.raises(error, match="logit -infinity") if error else nullcontext():
+        assert executor._sample(0, logits, bits) == SlotResult(non_finite=True)
+    assert executor.submit(Decode((0,))).wait().slots == (SlotResult(),), "the sequence has ended"
 
 
 def poisoned(token: int, **settings: Any) -> Engine:

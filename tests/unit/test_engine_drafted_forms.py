@@ -14,7 +14,7 @@ from scripted_forms import END, Automaton, expected, limits, masked_continuation
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, loops
 from cpmrt.engine.step_log import StepLog, read_steps, replay
-from cpmrt.errors import FormError
+from cpmrt.errors import FormError, MaskError
 from cpmrt.executor import Decode, Mask, Prefill, Speculate, TreeMasks
 
 
@@ -145,8 +145,8 @@ def test_what_allows_nothing_ends_the_answer_behind_the_last_right_token(fails_a
     assert tokens == seq.token_ids == right[: len(tokens)]
 
 
-@pytest.mark.parametrize("ignored", ["masks", "cuts"])
-def test_an_executor_that_ignores_masks_of_trees_is_found_out(ignored):
+@pytest.mark.parametrize(("ignored", "found_out"), [("masks", FormError), ("cuts", MaskError)])
+def test_an_executor_that_ignores_masks_of_trees_is_found_out(ignored, found_out):
     class Strict(Automaton):
         def accept(self, token_ids):
             for token in token_ids:
@@ -165,7 +165,7 @@ def test_an_executor_that_ignores_masks_of_trees_is_found_out(ignored):
     executor.grammars = {1: 7}
     engine = Engine(executor, prefix_cache=False)
     seq = engine.add(replace(request([1, 2, 3], 7, seed=1), matcher=lambda: Strict(7)))
-    with pytest.raises(FormError):
+    with pytest.raises(found_out):
         tokens_of(engine, seq)
 
 

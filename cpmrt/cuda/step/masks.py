@@ -12,7 +12,7 @@ import numpy as np
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.driver.host_memory import HostBuffer
 from cpmrt.cuda.step.structs import RING_ENTRIES
-from cpmrt.errors import FormError
+from cpmrt.errors import MaskError
 from cpmrt.executor import MAX_ROWS, Mask, TreeMasks
 
 _CUT, _ANY, _MASKED = 0, 1, 2
@@ -119,15 +119,14 @@ class MaskedTree:
     def __call__(self) -> bool:
         """Write the masks if the tree is reported by now, and tell whether it is still to come.
 
-        Raises FormError if nobody has called this for so long that the device has given up.
+        Raises MaskError if nobody has called this for so long that the device has given up.
         """
         now, before = perf_counter(), self._called_at
         self._called_at = now
         if self._is_written:
             return False
         if now - before > _PATIENCE_S:
-            what = "the masks of a draft tree were not there in time"
-            raise FormError(what, expected="within 10 s", fix="look for what stops this process for so long")
+            raise MaskError.late()
         nodes = self._ring.nodes(self._number, self._num_nodes)
         if nodes is None:
             return True

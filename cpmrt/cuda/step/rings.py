@@ -2,8 +2,8 @@
 
 The host writes a command into an entry and launches; the kernels count entries by themselves. Every command is answered
 by one word a row in the entry of the result ring with the same index: low half of the command's number (from 1 on)
-shifted left by 32, and a token id, NO_TOKEN or NON_FINITE. A word with the right number is complete, and so are its
-log-probabilities.
+shifted left by 32, and a token id, NO_TOKEN or why there is none. A word with the right number is complete, and so are
+its log-probabilities.
 """
 
 from __future__ import annotations
@@ -18,8 +18,17 @@ import numpy as np
 
 from cpmrt.cuda.driver.host_memory import HostBuffer
 from cpmrt.cuda.step.commands import command_bytes, write_certain, write_slots, write_step
-from cpmrt.cuda.step.structs import DECODE_CERTAIN, NO_MASK, NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES
-from cpmrt.errors import DeviceError, FormError
+from cpmrt.cuda.step.structs import (
+    CUT_NODE,
+    DECODE_CERTAIN,
+    NO_MASK,
+    NO_TOKEN,
+    NON_FINITE,
+    NOTHING_ALLOWED,
+    RESULT_RECORD,
+    RING_ENTRIES,
+)
+from cpmrt.errors import DeviceError, MaskError
 from cpmrt.executor import Admit, Pending, Prefill, Recall, SlotResult, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -31,7 +40,6 @@ _NOT_READY = 600
 # Some ten milliseconds. Steps that take longer do not need a core to themselves while they run.
 _POLLS_BEFORE_NAPS = 10_000
 _NAP_S = 0.0002
-_WITHOUT_TOKEN = {NO_TOKEN: SlotResult(), NON_FINITE: SlotResult(non_finite=True)}
 
 
 class Rings:
@@ -226,13 +234,10 @@ def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int]
 def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...]) -> StepResult:
     """Return what an answered command produced for its slots, one for each entry of `num_logprobs`.
 
-    One slot has all tokens, several have one each. Raises FormError if a mask came too late.
+    One slot has all tokens, several have one each. Raises MaskError if a mask came too late or was not obeyed.
     """
-    if NO_MASK in tokens:
-        what = "the mask of a step was not there in time"
-        raise FormError(what, expected="within 10 s", fix="look for what stops this process for so long")
     if len(tokens) == len(num_logprobs) and not any(num_logprobs):  # mostly, and then quickly
-        found = [SlotResult((token,)) if token < NON_FINITE else _WITHOUT_TOKEN[token] for token in tokens]
+        found = [SlotResult((token,)) if token < NOTHING_ALLOWED else _without_token(token) for token in tokens]
         return StepResult(tuple(found))
     if len(num_logprobs) == 1:
         return StepResult((_slot_result(tokens, record, 0, num_logprobs[0]),))
@@ -242,12 +247,24 @@ def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...
 
 def _slot_result(tokens: list[int], record: np.void, first_row: int, num_logprobs: int) -> SlotResult:
     """Return the tokens that were emitted, in rows from `first_row` on, with log-probabilities if any are wanted."""
-    emitted, non_finite = tuple([token for token in tokens if token < NON_FINITE]), NON_FINITE in tokens
-    if not num_logprobs:
-        return SlotResult(emitted, (), non_finite)
-    entries = record["logprobs"][first_row:]
-    logprobs = tuple([_token_logprobs(*pair) for pair in zip(emitted, entries, strict=False)])
-    return SlotResult(emitted, logprobs, non_finite)
+    emitted = tuple([token for token in tokens if token < NOTHING_ALLOWED])
+    result = SlotResult() if len(emitted) == len(tokens) else _without_token(tokens[len(emitted)])
+    result.token_ids = emitted
+    if num_logprobs:
+        entries = record["logprobs"][first_row:]
+        result.logprobs = tuple([_token_logprobs(*pair) for pair in zip(emitted, entries, strict=False)])
+    return result
+
+
+def _without_token(code: int) -> SlotResult:
+    """Return the result of a row that has this code instead of a token. Raises MaskError."""
+    if code == NO_MASK:
+        raise MaskError.late()
+    if code == CUT_NODE:
+        raise MaskError.unexplained("a drafted node was reached that its form has cut")
+    if code == NOTHING_ALLOWED:
+        raise MaskError.nothing_allowed()
+    return SlotResult(non_finite=code == NON_FINITE)
 
 
 def _token_logprobs(token: int, entry: np.void) -> TokenLogprobs:

@@ -22,6 +22,10 @@ NON_FINITE = 0xFFFFFFFE
 """Instead of a token: the logits were such that none could be sampled (`executor.SlotResult`)."""
 NO_MASK = 0xFFFFFFFD
 """Instead of a token: the host did not say in time what the row may sample."""
+CUT_NODE = 0xFFFFFFFC
+"""Instead of a token: a drafted node that is cut was reached."""
+NOTHING_ALLOWED = 0xFFFFFFFB
+"""Instead of a token, and the least such code: every token that the row's mask allows has the logit -infinity."""
 ADMIT, PREFILL, DECODE, RECALL, SPECULATE, CATCH_UP, DECODE_CERTAIN = range(1, 8)
 
 Struct = np.dtype[np.void]
