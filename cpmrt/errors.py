@@ -111,7 +111,7 @@ class MaskError(FormError):
     @classmethod
     def late(cls) -> MaskError:
         """Return the error for a mask, or those of a tree, that the device has waited for in vain."""
-        fix = "look for what stops this process for so long"
+        fix = "look for what stops this process for so long; close every LLM before it is left"
         return cls("the mask of a step was not there in time", expected="within 10 s", fix=fix)
 
     @classmethod

@@ -18,6 +18,7 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.draft.speculation import Speculation
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.driver.device_memory import DeviceBuffer
 from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.load.page_copies import read_pages, write_pages
@@ -103,8 +104,9 @@ class CudaExecutor:
     def _start(self, engine: EngineConfig, position_limit: int, load: LoadWeights) -> None:
         """Allocate, load and capture. What is not freed with the last reference to it goes into `_resources`."""
         plan, device = self.plan, self.device
-        self._memory = cupy.cuda.Memory(plan.total_bytes)
-        pointer = cupy.cuda.MemoryPointer(self._memory, 0)
+        memory = DeviceBuffer(plan.total_bytes)
+        self._resources.callback(memory.close)
+        pointer = memory.pointer
         self._arena = Arena(plan, cupy.ndarray((plan.total_bytes,), cupy.uint8, pointer))
         self._arrays: dict[str, Any] = held_arrays(self._arena, device)
         self._graphs = Graphs(self.stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch)
@@ -319,7 +321,7 @@ class CudaExecutor:
             return  # the context is lost, and all its memory with it
         self._resources.close()
         self._arrays = {}
-        del self._arena, self._memory, self._forward, self._steps
+        del self._arena, self._forward, self._steps
 
     def _logprobs_of(self, slots: tuple[int, ...]) -> tuple[int, ...]:
         """How many each slot's sequence asked for; mostly nobody asked for any."""
