@@ -12,6 +12,7 @@ from cpmrt.errors import (
     CpmrtError,
     DeviceError,
     FormError,
+    MaskError,
     NoDeviceError,
     RequestError,
 )
@@ -72,6 +73,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, _renamed(str(error)), param=_field_of(error.what), code="invalid_value")
+    if isinstance(error, MaskError):
+        return ApiError(500, str(error), code="mask_failed")
     if isinstance(error, FormError):
         return ApiError(400, str(error), code="form_failed")
     if isinstance(error, CheckpointError):

@@ -11,6 +11,9 @@ import pytest
 from form_cases import schemas
 from pydantic import BaseModel
 
+from cpmrt import MaskError
+from cpmrt.grammar.matcher import AnswerMatcher
+
 pytest.importorskip("llguidance")
 SCHEMA = {
     "type": "object",
@@ -111,6 +114,33 @@ def test_a_form_that_becomes_too_complex_is_the_requests_fault(demo, stream):
     error = json.loads(events[-1] if stream and answer.status_code == 200 else answer.text)["error"]
     assert (error["code"], error["type"]) == ("form_failed", "invalid_request_error") and "\n" not in error["message"]
     assert stream or answer.status_code == 400
+    assert re.fullmatch("[ab]{3}", answer_of(demo, guided_regex="[ab]{3}"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "ask", "kind"), [
+    ("/v1/completions", {"prompt": "x"}, "server_error"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "server_error"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "api_error"),
+])  # fmt: skip
+def test_masks_that_come_too_late_are_the_servers_fault(demo, monkeypatch, path, ask, kind, stream):
+    """Also in the middle of a stream, whose status is 200 by then."""
+    num_asked, allowed = [], AnswerMatcher.allowed
+
+    def late(matcher):
+        num_asked.append(matcher)
+        if len(num_asked) == 4:
+            raise MaskError.late()
+        return allowed(matcher)
+
+    monkeypatch.setattr(AnswerMatcher, "allowed", late)
+    answer = demo.client.post(path, json={**ask, "guided_regex": "[ab]{9}[0-9]+", "stream": stream, **SAMPLED})
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert answer.status_code == (200 if stream else 500) and bool(events) == stream
+    error = json.loads(events[-1] if stream else answer.text)["error"]
+    assert error["type"] == kind and "not there in time" in error["message"]
+    assert error.get("code", "mask_failed") == "mask_failed"
+    monkeypatch.undo()
     assert re.fullmatch("[ab]{3}", answer_of(demo, guided_regex="[ab]{3}"))
 
 
