@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
 
-from cpmrt.config import EngineConfig, SamplingParams, SparseSetting
+from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request
@@ -29,7 +29,6 @@ from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.draft_folder import with_speculation
-from cpmrt.weights.model_files import is_there
 from cpmrt.weights.model_folder import ModelFolder
 
 T = TypeVar("T")
@@ -116,11 +115,14 @@ class LLM:
         )  # fmt: skip
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(model, revision=revision, weights=False, hf_overrides=hf_overrides, sparse=sparse)
-        self.tokenizer = _open_tokenizer(folder, is_dummy)
+        # Random weights need no tokenizer; a real checkpoint has one.
+        open_tokenizer = Tokenizer.open_if_there if is_dummy else Tokenizer.open
+        self.tokenizer: Tokenizer | None = open_tokenizer(folder.path, vocab_size=folder.config.vocab_size)
         if folder.lacks_weights and not is_dummy:
             on_executor(folder, settings, lambda assembly: assembly.fetch_weights(folder, settings))
         settings = with_speculation(settings, folder, draft, speculate)
-        self.config, self.sampling_defaults = folder.config, folder.sampling
+        self.config: ModelConfig = folder.config
+        self.sampling_defaults: SamplingDefaults = folder.sampling
         self._seed, self._name = seed, "the bundled model" if model is None else str(model)
         self.chat_template = ChatTemplate.open(folder.path)
         self._executor, self._plan = on_executor(
@@ -391,10 +393,3 @@ def _check_sources(**sources: object) -> None:
     for name, value in sources.items():
         if value is not None and not isinstance(value, (str, Path)):
             raise ConfigError(name, expected="a folder or a hub id", actual=quoted(value))
-
-
-def _open_tokenizer(folder: ModelFolder, is_dummy: bool) -> Tokenizer | None:
-    """Random weights need no tokenizer; a real checkpoint has one."""
-    if is_dummy and not is_there(folder.path / "tokenizer.json"):
-        return None
-    return Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)

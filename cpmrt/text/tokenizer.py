@@ -77,6 +77,11 @@ class Tokenizer:
         _guarded(f"{path} does not fit the files beside it", lambda: complete_added_tokens(library, folder, content))
         return cls(library, folder, longest_token=longest_token(content), vocab_size=vocab_size)
 
+    @classmethod
+    def open_if_there(cls, folder: Path, *, vocab_size: int | None = None) -> Tokenizer | None:
+        """Open the tokenizer in a folder as `open` does; None if it has none."""
+        return cls.open(folder, vocab_size=vocab_size) if is_there(folder / "tokenizer.json") else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of a text; special tokens written in it are read as such.
 
