@@ -263,6 +263,8 @@ class ExecutorLimits:
     """Trees that a Speculate step may verify; none: the executor only decodes."""
     step_seconds: tuple[float, ...] = ()
     """Seconds of a Decode step of one row, then a Speculate step of each shape, measured at start; empty: unknown."""
+    several_seconds: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """The same of steps of several slots, for numbers of them in ascending order; infinite: not taken by that shape."""
     step_parts: tuple[StepParts, ...] = ()
     """Where the seconds of a Speculate step of each shape go; empty: unknown."""
     max_logit_bias: int = 0
@@ -275,8 +277,8 @@ class ExecutorLimits:
     """Whether rows may have a `Mask`."""
     certain_rows: int = 0
     """Rows of a Decode step at most where slots bring certain tokens; 0: none do."""
-    max_drafting: int = 1
-    """Slots of a Speculate step at most."""
+    max_drafting: tuple[int, ...] = ()
+    """Slots of a Speculate step of each shape at most; empty: one."""
     takes_tree_masks: bool = False
     """Whether Speculate steps may have `TreeMasks`."""
     remakes_answers: bool = False
@@ -289,6 +291,15 @@ class ExecutorLimits:
     def num_draft(self) -> int:
         """Positions past the last token that a step may write at; 0: the executor only decodes."""
         return max((shape.num_reserved for shape in self.tree_shapes), default=0)
+
+    def shapes_for(self, num_slots: int) -> tuple[int, ...]:
+        """Return the shapes of which a Speculate step takes so many slots."""
+        most = self.max_drafting or (1,) * len(self.tree_shapes)
+        return tuple(shape for shape, at_most in enumerate(most) if num_slots <= at_most)
+
+    def seconds_for(self, num_slots: int) -> tuple[float, ...]:
+        """Return the `several_seconds` of steps of so many slots: of the next number that is known; empty: unknown."""
+        return next((seconds for count, seconds in self.several_seconds if num_slots <= count), ())
 
 
 class Executor(Protocol):

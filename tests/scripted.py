@@ -127,7 +127,8 @@ class ScriptedExecutor:
             return [self._prefill(step)]
         assert len(set(step.slots)) == len(step.slots)
         if isinstance(step, Speculate):
-            assert len(step.slots) <= self._limits.max_drafting and (len(step.slots) == 1 or step.masks is None)
+            assert step.shape in self._limits.shapes_for(len(step.slots))
+            assert len(step.slots) == 1 or step.masks is None
             shape = self._limits.tree_shapes[step.shape]
             return [self._speculate(self.running[slot], shape, step.masks) for slot in step.slots]
         masks, certain = step.masks or (None,) * len(step.slots), step.certain or ((),) * len(step.slots)

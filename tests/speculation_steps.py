@@ -40,6 +40,29 @@ def generate(executor, prompt, sampling, steps=("decode",), **arguments):
     return joined(results), [len(result.token_ids) for result in results[1:]]
 
 
+def together(executor, cases, steps):
+    """What `generate` gives, of several sequences in the same steps: the slots of every other step in reverse.
+
+    `cases`: prompt, sampling and number of tokens of each slot, which is its seed too; `steps` as there.
+    """
+    results = [
+        [prefill(executor, slot, prompt, sampling, seed=slot, count=count)]
+        for slot, (prompt, sampling, count) in enumerate(cases)
+    ]
+    slots = tuple(range(len(cases)))
+    for turn, kind in enumerate(cycle(steps)):
+        order = slots[::-1] if turn % 2 else slots
+        step = Decode(order) if kind == "decode" else Speculate(order, kind)
+        found = executor.submit(step).wait().slots
+        if not any(result.token_ids for result in found):
+            break
+        for slot, result in zip(order, found, strict=True):
+            results[slot].append(result)
+    for slot in slots:
+        executor.submit(Release(slot)).wait()
+    return [(joined(own), [len(result.token_ids) for result in own[1:] if result.token_ids]) for own in results]
+
+
 def joined(results):
     return (
         tuple(token for result in results for token in result.token_ids),

@@ -51,7 +51,7 @@ class TreeDevice:
         pages = rng.integers(0, 2**16, (3, LAYERS, NUM_PAGES, HEADS, 64, HEAD_DIM), np.uint16)
         self.stride = command_bytes(64, PAGES)
         host |= {
-            "draft_tree": np.zeros(DRAFT_TREE.itemsize, np.uint8),
+            "draft_tree": np.zeros((SLOTS, DRAFT_TREE.itemsize), np.uint8),
             "slot_states": np.zeros(SLOTS * ss.SLOT_STATE.itemsize, np.uint8),
             "token_counts": np.zeros((SLOTS, VOCAB), np.uint32),
             "block_tables": self.tables,
@@ -88,17 +88,17 @@ class TreeDevice:
     def get(self, name: str) -> Any:
         return np.ascontiguousarray(self.cuda.numpy(self.arrays[name]))
 
-    def tree(self) -> Any:
-        return self.get("draft_tree").view(DRAFT_TREE)[0]
+    def tree(self, index: int = 0) -> Any:
+        return self.get("draft_tree").view(DRAFT_TREE)[index, 0]
 
-    def set_tree(self, **fields: Any) -> None:
-        tree = self.get("draft_tree").view(DRAFT_TREE)
+    def set_tree(self, index: int = 0, **fields: Any) -> None:
+        trees = self.get("draft_tree").view(DRAFT_TREE)
         for name, value in fields.items():
             if np.ndim(value):
-                tree[0][name][: len(value)] = value
+                trees[index, 0][name][: len(value)] = value
             else:
-                tree[name] = value
-        self.set("draft_tree", tree.view(np.uint8))
+                trees[name][index, 0] = value
+        self.set("draft_tree", trees.view(np.uint8))
 
     def hold(self, running: Running, **sampling: Any) -> None:
         """The sequence's state, history and pending rows; `sampling`: more fields of the state."""
@@ -122,17 +122,22 @@ class TreeDevice:
         self.set("carry_hidden", carry)
         self.set("capacities", capacities)
 
-    def command(self, kind: int, slot: int) -> None:
+    def command(self, kind: int, *slots: int) -> None:
         """The next command of the ring; `number` is its own from then on."""
         commands, counted = self.get("commands"), int(self.get("step_context").view(ss.STEP_CONTEXT)["next_entry"][0])
         at = counted % ss.RING_ENTRIES * self.stride
-        write_slots(commands[at : at + self.stride], kind, (slot,))
+        write_slots(commands[at : at + self.stride], kind, slots)
         self.set("commands", commands)
         self.number = counted + 1
 
     def begin(self, running: Running, num_rows: int = 0, hidden: Any | None = None) -> None:
         self.command(ss.SPECULATE, running.slot)
         self.kernels.speculate_begin(num_rows, hidden)
+
+    def begin_several(self, sequences: list[Running], num_trees: int, num_rows: int = 0, hidden: Any = None) -> None:
+        """A step of these sequences, which are held already; trees behind theirs have none."""
+        self.command(ss.SPECULATE, *(running.slot for running in sequences))
+        self.kernels.speculate_begin(num_rows, hidden, num_trees)
 
     def rows(self, names: tuple[str, ...], count: int) -> list[Row]:
         """Rows that a kernel set up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property, partial
 from threading import local
 from typing import Any
@@ -131,13 +132,16 @@ class CudaExecutor:
         )  # fmt: skip
         if self._speculation is not None:
             self._resources.callback(self._speculation.close)
+            self._limits = replace(self._limits, max_drafting=self._speculation.most)
         # What passes through the workspace while loading is gone before the tables there are filled.
         regions = {region.name: region for region in plan.regions}
         load(Destination(pointer.ptr, regions, device, Launcher(self.stream, self._modules, use_pdl=False)))
         self._fill_tables(position_limit)
         self._capture(loops=engine.steps_per_launch > 1)
         if self._speculation is not None:
-            self._limits = measured_limits(self, self._speculation.pass_seconds, engine.steps_per_launch)
+            is_adaptive = engine.speculation is None or engine.speculation.is_adaptive
+            counts = self._speculation.counts if is_adaptive else ()
+            self._limits = measured_limits(self, self._speculation.pass_seconds, engine.steps_per_launch, counts)
 
     @property
     def limits(self) -> ExecutorLimits:

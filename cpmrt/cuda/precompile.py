@@ -15,6 +15,7 @@ from cpmrt.cuda.draft.block import block_modules, candidate_vocab
 from cpmrt.cuda.draft.forward import draft_forward, every_inner_shape, every_shape
 from cpmrt.cuda.draft.kernels import tree_modules
 from cpmrt.cuda.draft.memory import as_target
+from cpmrt.cuda.draft.several import most_sequences
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.load.repack import repack_modules
@@ -118,7 +119,7 @@ def _record(
         forward.decode(count)
     if draft is not None:
         own = draft_forward(draft, plan.draft_caches, device, launcher, gemm, arrays)
-        every_shape(draft, forward, own, chunks)
+        every_shape(draft, forward, own, chunks, most_sequences(draft, plan.caches))
         if draft.inner is not None and own is not None:
             caches = plan.inner_caches and replace(plan.inner_caches, prefix=PREFIX)
             inner = draft_forward(draft.inner, caches, device, launcher, gemm, as_target(arrays))

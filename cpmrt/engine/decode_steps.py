@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from cpmrt.engine import transitions
 from cpmrt.engine.repeats import RepeatedText
-from cpmrt.engine.sequence import Sequence
+from cpmrt.engine.sequence import Phase, Sequence
 from cpmrt.engine.speculation import PLAIN, DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
-from cpmrt.executor import Decode, ExecutorLimits, Speculate
+from cpmrt.executor import Decode, ExecutorLimits, Speculate, Step, StepResult
 
 
 class DecodeSteps:
     """Makes decode steps, and keeps what drafting learns from one sequence to the next.
 
-    With `adaptive`, and if the executor knows what its steps cost, each sequence has a policy for its draft steps.
+    With `adaptive`, and if the executor knows what its steps cost, each sequence has a policy for its draft steps, and
+    so has each number of sequences that decode together.
     """
 
     def __init__(self, limits: ExecutorLimits, *, adaptive: bool):
@@ -22,6 +23,8 @@ class DecodeSteps:
         self._looks_up = any(shape.lookup_length for shape in limits.tree_shapes)
         self._policy: DraftPolicy | None = None
         """The policy of the sequence that began last."""
+        self._policies: dict[tuple[float, ...], DraftPolicy] = {}
+        """The policies of several sequences by what their steps cost."""
         self._decoding: tuple[Sequence, ...] = ()
         """The sequences of the last step."""
         self._made: dict[int, Decode | Speculate] = {}
@@ -41,12 +44,39 @@ class DecodeSteps:
         """Return the next step of the sequences that decode."""
         if decoding != self._decoding or any(seq.guide for seq in decoding):
             self._decoding, self._made = decoding, {}
-        shape = transitions.next_shape(decoding[0]) if may_draft else PLAIN
+        shape = self._next_shape(decoding) if may_draft else PLAIN
         step = self._made.get(shape)
         if step is None:
             step = self._made[shape] = transitions.decode_step(decoding, shape, self._limits)
         return step
 
+    def applied(self, step: Step, sequences: tuple[Sequence, ...], result: StepResult) -> None:
+        """Let the policy of several sequences know what a step has given those that go on, which is applied now."""
+        if not isinstance(step, Speculate) or len(step.slots) == 1 or not self._has_policies:
+            return
+        policy, given = self._policy_of(len(step.slots)), list[tuple[int, bool]]()
+        for seq, gained in zip(sequences, result.slots, strict=True):
+            if seq.phase is Phase.DECODE and gained.token_ids:
+                given.append((len(gained.token_ids), seq.repeats is not None and seq.repeats.was_repeated))
+        if policy is not None:
+            policy.observe_several(step.shape, given)
+
     def forget(self) -> None:
         """Make the next step anew: a sequence may get another slot."""
         self._decoding = ()
+
+    def _next_shape(self, decoding: tuple[Sequence, ...]) -> int:
+        """Choose the shape of sequences that may draft, or PLAIN."""
+        if len(decoding) == 1:
+            return transitions.next_shape(decoding[0])
+        if not self._has_policies:
+            return self._limits.shapes_for(len(decoding))[0]
+        policy = self._policy_of(len(decoding))
+        return PLAIN if policy is None else policy.choose(max(seq.room - seq.num_in_flight for seq in decoding))
+
+    def _policy_of(self, num_sequences: int) -> DraftPolicy | None:
+        """Return the policy of so many sequences; None where nobody knows what their steps cost."""
+        seconds = self._limits.seconds_for(num_sequences)
+        if seconds and seconds not in self._policies:
+            self._policies[seconds] = DraftPolicy(self._limits.tree_shapes, seconds, self._policy)
+        return self._policies.get(seconds)

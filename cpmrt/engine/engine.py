@@ -39,10 +39,9 @@ class Engine:
     result. With `prefix_cache` False every prompt is computed whole; with KEEP_ANSWERS what decode steps have written
     is reused too, whose bits are not those of a prefill.
 
-    Where the executor drafts, a sequence that decodes alone takes Speculate steps. With `adaptive`, and if the executor
-    knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain steps; otherwise all have the
-    first shape. Sequences that decode together take plain steps; only where costs are unknown, and the executor drafts
-    for so many, they take draft steps of the first shape. The tokens are the same in every case.
+    Where the executor drafts, sequences take Speculate steps, alone or as many together as it drafts for. With
+    `adaptive`, and if the executor knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain
+    steps; otherwise all have the first shape that takes so many. The tokens are the same in every case.
 
     The steps of a sequence under a grammar have masks, and bring tokens that are certain (`engine.guide`). It cannot
     run ahead by more than a step, and by none that drafts; those that decode with it wait for it, and all go on
@@ -330,6 +329,7 @@ class Engine:
             if was_running and seq.finish_reason is not None:
                 self._release(seq)
             self.on_news(seq)
+        self._decode_steps.applied(step, sequences, result)
         self._fill_masks(sequences)
 
     def _fill_masks(self, sequences: tuple[Sequence, ...]) -> None:

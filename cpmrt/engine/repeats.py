@@ -16,11 +16,13 @@ class RepeatedText:
         self._runs = set[tuple[int, ...]]()
         self.is_repeated = False
         """Whether the last LONGEST_MATCH tokens came before: what followed them there is drafted next."""
+        self.was_repeated = False
+        """What that was before the tokens that were added last."""
         self.extend(token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Add tokens at the end of the text."""
-        last, runs = self._last, self._runs
+        last, runs, self.was_repeated = self._last, self._runs, self.is_repeated
         for token in token_ids:
             last.append(token)
             run = tuple(last)

@@ -1,4 +1,5 @@
-"""The policy that chooses each step of a sequence that decodes alone: a draft tree of some shape, or a plain step.
+"""The policy that chooses each step of a sequence that decodes alone, or of several that decode together: a draft tree
+of some shape, or a plain step.
 
 The tokens that a shape of depth D will give are estimated as 1 + r1 + r1 r2 + ... + r1 .. rD, where rd is the accept
 rate at depth d: of the steps whose token at depth d - 1 was accepted, the share that had a token at depth d accepted
@@ -13,10 +14,13 @@ trials doubles as long as trials fail, within bounds set by the time that failin
 followed by another at once.
 
 A sequence takes over the estimate of the sequence before it, with a low weight, and its place between two trials, so
-that short answers do not pay for the same trials again and again. There is no clock in here.
+that short answers do not pay for the same trials again and again. Steps of several sequences have a policy of their
+own for each number of them, by what such steps cost; what it learns holds for all. There is no clock in here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from cpmrt.config import TreeShape
 
@@ -144,7 +148,8 @@ class AcceptEstimate:
 
 
 class DraftPolicy:
-    """Chooses the steps of one sequence: call `choose` for each step, and `observe` for each draft step's result.
+    """Chooses the steps of one sequence, or of several together: call `choose` for each step, and `observe` (or
+    `observe_several`) for each draft step's result.
 
     Results come in the order of the steps, and may lag: several steps may be chosen before the first is observed.
     `step_seconds` are those of a plain step, then of each shape; `before` is the policy of the sequence before.
@@ -173,7 +178,8 @@ class DraftPolicy:
         self._rest, self._num_undecided = 0, 0
         """The results to wait for before the next decision (more as long as nothing changes), and those seen so far."""
         self._decide()
-        self._gap = self._gap or self._gap_of(_HIGHEST_TRIAL_COST)
+        if self._usable:
+            self._gap = self._gap or self._gap_of(_HIGHEST_TRIAL_COST)
 
     def choose(self, num_wanted: int) -> int:
         """Return the next step, a shape's index or PLAIN. `num_wanted` is the number of tokens still wanted."""
@@ -192,15 +198,21 @@ class DraftPolicy:
 
     def observe(self, shape: int, num_tokens: int, *, is_lookup: bool = False) -> None:
         """Take the result of the oldest draft step that is not observed yet; whether a looked up chain was verified."""
+        self.observe_several(shape, [(num_tokens, is_lookup)])
+
+    def observe_several(self, shape: int, given: Sequence[tuple[int, bool]]) -> None:
+        """Take the result of the oldest draft step for each of its sequences that go on, as `observe` does for one."""
         self._num_in_flight -= 1
         if self._num_trailing:
             self._num_trailing -= 1
         elif self._best == PLAIN:
             self._estimate.fade(_OLD_WEIGHT)
-            paid_off = num_tokens * self._plain_s > self._seconds[shape]
+            total = sum(num_tokens for num_tokens, _ in given)
+            paid_off = total * self._plain_s > len(given) * self._seconds[shape]
             shortest, longest = self._gap_of(_HIGHEST_TRIAL_COST), self._gap_of(_LOWEST_TRIAL_COST)
             self._gap = 0 if paid_off else max(shortest, min(2 * self._gap, longest))
-        self._estimate.add(shape, num_tokens, is_lookup=is_lookup)
+        for num_tokens, is_lookup in given:
+            self._estimate.add(shape, num_tokens, is_lookup=is_lookup)
         self._num_undecided += 1
         if self._num_undecided >= self._rest or self._best == PLAIN:
             self._num_undecided = 0

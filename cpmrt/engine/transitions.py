@@ -108,14 +108,13 @@ def have_empty_mask(sequences: Iterable[Sequence]) -> bool:
 def may_draft(sequences: tuple[Sequence, ...], limits: ExecutorLimits, is_lending: bool) -> bool:
     """Tell whether the next step of these sequences may draft; `is_lending`: whether any slot is lent.
 
-    More sequences than the executor drafts for at a time decode plainly, and so do several under a policy, which knows
-    only what steps of one sequence cost. The masks of a tree are not known when its step is submitted, and whoever has
-    a slot lent may wait for the executor.
+    More sequences than the executor drafts for at a time decode plainly, and so do several if one has a grammar. The
+    masks of a tree are not known when its step is submitted, and whoever has a slot lent may wait for the executor.
     """
-    if not limits.tree_shapes or not 1 <= len(sequences) <= limits.max_drafting:
+    if not sequences or not limits.shapes_for(len(sequences)):
         return False
     if len(sequences) > 1:
-        return not any(seq.guide or seq.policy for seq in sequences)
+        return not any(seq.guide for seq in sequences)
     return sequences[0].guide is None or (limits.takes_tree_masks and not is_lending)
 
 
@@ -187,7 +186,6 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     if new[:kept] != result.token_ids:
         result = SlotResult(new[:kept], result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
-    is_lookup = seq.repeats is not None and seq.repeats.is_repeated
     if seq.repeats is not None:
         seq.repeats.extend(result.token_ids)
     seq.num_forced = max(0, kept - len(new) + len(rest))
@@ -197,7 +195,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
         seq.failure = NonFiniteLogitsError.at(len(seq.request.prompt_ids) + len(seq.token_ids))
         finish(seq, "cancelled")
     if isinstance(step, Speculate) and kept:
-        _count(seq, step.shape, min(kept, len(tokens)), is_lookup=is_lookup)
+        _count(seq, step, min(kept, len(tokens)))
     if seq.guide and seq.phase is not Phase.DECODE:
         seq.guide.let_go()
     return result
@@ -318,12 +316,13 @@ def _forced(seq: Sequence, token_ids: tuple[int, ...]) -> SlotResult:
     return SlotResult(token_ids, tuple(TokenLogprobs(token, 0.0) for token in token_ids) if has_logprobs else ())
 
 
-def _count(seq: Sequence, shape: int, num_tokens: int, *, is_lookup: bool) -> None:
+def _count(seq: Sequence, step: Speculate, num_tokens: int) -> None:
     is_last = seq.phase is not Phase.DECODE
     if seq.accepts is not None:
-        seq.accepts.add(shape, num_tokens, is_last=is_last)
-    if seq.policy is not None and not is_last:
-        seq.policy.observe(shape, num_tokens, is_lookup=is_lookup)
+        seq.accepts.add(step.shape, num_tokens, is_last=is_last)
+    if seq.policy is not None and not is_last and len(step.slots) == 1:
+        is_lookup = seq.repeats is not None and seq.repeats.was_repeated
+        seq.policy.observe(step.shape, num_tokens, is_lookup=is_lookup)
 
 
 def cut(seq: Sequence, num_tokens: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cpmrt.config import TreeShape
 from cpmrt.config.draft import DraftConfig
+from cpmrt.config.speculation import MAX_NODES
 from cpmrt.dtypes import Array
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models import decoder
@@ -100,8 +101,9 @@ def tensor_specs(draft: DraftConfig) -> tuple[TensorSpec, ...]:
     return tuple(eagle.tensor_specs(draft)) if draft.is_eagle else decoder.tensor_specs(draft.decoder)
 
 
-def buffer_specs(draft: Draft, max_rows: int) -> tuple[BufferSpec, ...]:
-    """Return the workspace of the draft's passes, of at most `max_rows` rows (a prefill chunk, or 64).
+def buffer_specs(draft: Draft, max_rows: int, num_sequences: int = 1) -> tuple[BufferSpec, ...]:
+    """Return the workspace of the draft's passes, of at most `max_rows` rows (a prefill chunk, or 64), in which trees
+    of so many sequences grow.
 
     `hidden` has the target's states of a step, from the forward that leaves them to the last draft pass; in a prefill
     they begin in its row 1, behind the state that the chunk before left (row 0), so that the draft's row i finds its
@@ -111,11 +113,12 @@ def buffer_specs(draft: Draft, max_rows: int) -> tuple[BufferSpec, ...]:
     if config is None:
         return ()
     made = list(decoder.layer_buffers(config, max_rows))
-    made.append(BufferSpec("logits", (draft.max_logit_rows, draft.vocab_size), HEAD, HEAD, np.float32))
+    logit_rows = max(draft.max_logit_rows, min(num_sequences * draft.max_logit_rows, MAX_NODES))
+    made.append(BufferSpec("logits", (logit_rows, draft.vocab_size), HEAD, HEAD, np.float32))
     if draft.config.is_eagle:
         made += eagle.buffer_specs(draft.config, max_rows)
     if draft.config.block is not None:
-        made += dspark.buffer_specs(draft.config, max_rows)
+        made += dspark.buffer_specs(draft.config, max_rows, logit_rows)
     if draft.inner is not None:
         made += buffer_specs(draft.inner, max_rows)
     ours = [replace(spec, name=PREFIX + spec.name, first=spec.first + _LATER, last=spec.last + _LATER) for spec in made]

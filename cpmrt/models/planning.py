@@ -75,7 +75,8 @@ class ExecutorNeeds:
 
     `tables` of a context live for ever; `workspace` is one step's, and `context_workspace` where it depends on the
     context; a step has at most `max_rows` rows, of which
-    `logit_rows` reach the head (None: as many as the engine's settings say). `packed` is the layout of quantised
+    `logit_rows` reach the head (None: as many as the engine's settings say). Passes of a draft are over the rows of
+    `num_drafting` sequences. `packed` is the layout of quantised
     weights.
     """
 
@@ -84,6 +85,7 @@ class ExecutorNeeds:
     context_workspace: Callable[[int], tuple[BufferSpec, ...]] = lambda max_context: ()
     max_rows: int | None = None
     logit_rows: int | None = None
+    num_drafting: int = 1
     packed: PackedRegions = canonical_regions
 
 
@@ -117,7 +119,7 @@ def plan_model(
     if draft is not None:
         caches.check_draft(has_chains_only=all(shape.is_chain for shape in draft.shapes))
         specs = (*specs, *draft.tensors)
-        workspace += drafts.buffer_specs(draft, rows)
+        workspace += drafts.buffer_specs(draft, rows, needs.num_drafting)
         tables += (table.spec for table in drafts.tables(draft, max_context, max_context))
         slots = max_context, engine.max_sequences
         of_drafts = {"draft_caches": draft.cache_layout(*slots), "inner_caches": draft.inner_cache_layout(*slots)}

@@ -93,7 +93,7 @@ class ReferenceExecutor:
             plan.max_sequences, plan.max_context, config.chunk_of(prefill_chunk),
             tree_shapes=draft.shapes if draft else (), max_logit_bias=config.vocab_size,
             num_pages=layout.num_pages, page_size=PAGE_SIZE, takes_masks=True, takes_tree_masks=True,
-            max_drafting=_MAX_DRAFTING, num_snapshots=layout.num_snapshots,
+            max_drafting=(_MAX_DRAFTING,) * len(draft.shapes) if draft else (), num_snapshots=layout.num_snapshots,
             certain_rows=0 if layout.has_state else min(MAX_ROWS, max(prefill_chunk, plan.max_sequences)),
         )  # fmt: skip
         self.ops = NumpyOps(dtype)

@@ -9,7 +9,7 @@
 //             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row of slot -1 stores nothing
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 reads codes and scales
 //   launch    compress_keys: grid (T / rows_per_block rounded up, K, 2: k1 and k2), block D / 2; compress_path: grid
-//             (layers * K, 5: four windows of k1, one of k2), block D / 2; no shared memory
+//             (layers * K, 5: four windows of k1, one of k2, draft trees of the step), block D / 2; no shared memory
 //   numerics  float32, summed token by token from the first, rounded once
 //   oracle    reference/sparse_attention.py append_compressed
 //   source    InfLLM-v2 (arXiv 2509.24663)
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
 // The windows that end within the path that a speculative step accepted, in every layer, once its keys have moved. Of blocks
 // on a multiprocessor ptxas would like so many that it spills.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2, 8)
-    KERNEL(compress_path)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const DraftTree* tree,
+    KERNEL(compress_path)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const DraftTree* trees,
                           const int32_t* block_tables, int num_pages, int num_kv_heads, int pages_per_sequence
 #if FP8
                           , const float* k_scales
@@ -110,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2, 8)
 #endif
   pdl_wait();
   pdl_launch_dependents();
+  const DraftTree* tree = trees + blockIdx.z;
   const int slot = tree->slot, root = tree->position, past = root + tree->path_length;
   if (slot < 0) return;
   const bool is_coarse = blockIdx.y == kPathWindows;

@@ -5,20 +5,20 @@
 //             nodes, `length` of them (where its length is simulated, those drafted behind all but the last): words = them, then why that node has none (kNonFinite ..) if it ended so, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
 //             pages[P + j] = pages[P + path[j]] in every layer, of every cache;
 //             carry_hidden[slot][j] = hidden[path[j]], carry_counts[slot] = length
-//   operands  tree DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
-//             carry_counts (B) int32; carry_hidden (B, 64, width) and hidden (tree_size, width) scalar_t, or null;
+//   operands  trees (n) DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
+//             carry_counts (B) int32; carry_hidden (B, 64, width) and hidden (n, tree_size, width) scalar_t, or null;
 //             k_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; v_pages, nope_pages alike, or null;
-//             block_tables (B, pages_per_sequence) int32; node_logprobs (64) TokenLogprobs; results (16) ResultRecord in mapped host
+//             block_tables (B, pages_per_sequence) int32; node_logprobs (n, tree_size) TokenLogprobs; results (16) ResultRecord in mapped host
 //             memory; context StepContext. Of a small model's own step results and token_counts are null: nobody is
 //             told, and no command is counted
 //   constants VOCAB: entries of the vocabulary
-//   launch    grid 1 + ceil((n * layers * kv_heads * head_dim + width) / 8 / 256), n caches; block 256; 2 KB of
+//   launch    grid (1 + ceil((c * layers * kv_heads * head_dim + width) / 8 / 256), n), c caches; block 256; 2 KB of
 //             static shared memory
 //   numerics  integers; keys, values and hidden are copied
 //   oracle    reference/draft_tree.py accept; tests/speculation_oracle.py
 //   source    original
-//   layout    every block finds the path by itself, from the same words in L2, so that one launch does it all: the first
-//             block reports at once, the others move 16-byte columns. A thread moves all rows of its column, the lowest
+//   layout    every block finds its tree's path by itself, from the same words in L2, so that one launch does it all: the
+//             first block of a tree reports at once, the others move 16-byte columns. A thread moves all rows of its column, the lowest
 //             first: path[j] >= j, so nothing is overwritten before it is read
 #if !defined(VOCAB)
 #error "a constant is not defined"
@@ -115,16 +115,18 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
   if (lane == 0) path.length = length, path.finished = ends || end != kNoToken, path.end = end;
 }
 
-// Block 0: state, history, counts and result.
-DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, uint32_t* token_counts, int32_t* history,
+// Block 0 of a tree: state, history, counts and result. The first tree's counts the command; the others do not read that
+// count, which may have changed by then.
+DEVICE void finish_step(const Path& path, DraftTree* tree, int index, SlotState* states, uint32_t* token_counts, int32_t* history,
                         int32_t* carry_counts, const TokenLogprobs* node_logprobs, ResultRecord* results,
                         StepContext* context, int num_words) {
   const int slot = tree->slot, length = slot < 0 ? 0 : path.length, i = threadIdx.x;
-  const uint64_t sequence = context->next_entry + 1;
+  const uint64_t sequence = tree->sequence;
+  const int first_word = index * num_words;
   const bool has_logprobs = slot >= 0 && states[slot].num_logprobs > 0;
   if (has_logprobs) {
     constexpr int kWords = sizeof(TokenLogprobs) / 4;
-    TokenLogprobs* out = results[(sequence - 1) % kRingEntries].logprobs;
+    TokenLogprobs* out = results[(sequence - 1) % kRingEntries].logprobs + first_word;
     for (int word = i; word < length * kWords; word += kThreads) {
       const int32_t* from = reinterpret_cast<const int32_t*>(node_logprobs + path.nodes[word / kWords]);
       reinterpret_cast<int32_t*>(out)[word] = from[word % kWords];
@@ -134,7 +136,7 @@ DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, ui
   __syncthreads();
   if (results && i < num_words) {
     const uint32_t none = slot >= 0 && i == length ? path.end : kNoToken;
-    publish(results, sequence, i, i < length ? path.tokens[i] : none, has_logprobs);
+    publish(results, sequence, first_word + i, i < length ? path.tokens[i] : none, has_logprobs);
   }
   if (i < length) {
     const int token = path.tokens[i], position = tree->position + 1 + i;
@@ -147,7 +149,7 @@ DEVICE void finish_step(const Path& path, DraftTree* tree, SlotState* states, ui
     }
   }
   if (i != 0) return;
-  if (results) context->next_entry = context->sequence = sequence;
+  if (results && index == 0) context->next_entry = context->sequence = sequence;
   tree->path_length = length;
   if (slot < 0) return;
   SlotState* state = states + slot;
@@ -194,7 +196,7 @@ struct Pages {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    KERNEL(accept)(DraftTree* tree, SlotState* states, uint32_t* token_counts, int32_t* history, int32_t* carry_counts,
+    KERNEL(accept)(DraftTree* trees, SlotState* states, uint32_t* token_counts, int32_t* history, int32_t* carry_counts,
                    scalar_t* __restrict__ carry_hidden, scalar_t* k_pages, scalar_t* v_pages, scalar_t* nope_pages,
                    ResultRecord* __restrict__ results, StepContext* context, const scalar_t* hidden,
                    const TokenLogprobs* node_logprobs, const int32_t* block_tables, int tree_size, int num_words,
@@ -203,19 +205,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ Path path;
   __shared__ int line[kMaxNodes];
   pdl_begin();
+  const int index = blockIdx.y;
+  DraftTree* tree = trees + index;
   const int slot = tree->slot;
   // Block 0 changes what the others do not read here: they take from the tree what the step began with.
   if (slot >= 0 && threadIdx.x < 32) find_path(path, line, tree, states + slot, tree_size, simulate_accept);
   __syncthreads();
   if (blockIdx.x == 0) {
-    finish_step(path, tree, states, token_counts, history, carry_counts, node_logprobs, results, context, num_words);
+    finish_step(path, tree, index, states, token_counts, history, carry_counts, node_logprobs + index * tree_size, results,
+                context, num_words);
     return;
   }
   if (slot < 0) return;
   const Pages pages = {k_pages, v_pages, nope_pages, num_layers, num_pages, num_heads, head_dim};
-  const int index = (blockIdx.x - 1) * kThreads + threadIdx.x, column = (index - pages.num_columns()) * 8;
+  const int item = (blockIdx.x - 1) * kThreads + threadIdx.x, column = (item - pages.num_columns()) * 8;
   if (column < 0) {
-    scalar_t* first = pages.column(index);
+    scalar_t* first = pages.column(item);
     const int32_t* table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
     const int root = tree->position;
     move_rows(
@@ -224,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   } else if (carry_hidden && column < width) {
     scalar_t* kept = carry_hidden + static_cast<int64_t>(slot) * kMaxNodes * width + column;
     move_rows(
-        0, path.length, [&](int j) { return hidden + static_cast<int64_t>(path.nodes[j]) * width + column; },
+        0, path.length, [&](int j) { return hidden + static_cast<int64_t>(index * tree_size + path.nodes[j]) * width + column; },
         [&](int j) { return kept + static_cast<int64_t>(j) * width; });
   }
 }

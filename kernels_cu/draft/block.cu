@@ -4,15 +4,16 @@
 //             up to the last row's; markov_chain: token r = arg max over the candidates u of row r of
 //             logits[r][u] + second[u] . first[token r - 1], the root before the first; the lower id among equals;
 //             before it the chain ends if sigmoid(confidence . [states[r] | first[token r - 1]] + bias) < min_confidence
-//   operands  tree DraftTree; token_ids, positions, slots, reach (rows) int32 and part_slots (rows * PARTS) int32: the
-//             draft's rows, the last once more for each part of the vocabulary; node_ids, node_positions, node_slots,
-//             locations, base (tree_size) int32 and masks (tree_size) uint64: the target's rows; logits (rows, VOCAB)
-//             float32; states (rows, hidden) scalar_t; ids (rows * PARTS, kPartBest) int32: the best tokens of each part,
+//   operands  trees (n) DraftTree; token_ids, positions, slots, reach (n, rows) int32 and part_slots (n, rows * PARTS)
+//             int32: the draft's rows, the last once more for each part of the vocabulary; node_ids, node_positions,
+//             node_slots, locations, base (n, num_nodes) int32 and masks (n, num_nodes) uint64: the target's rows, of
+//             which tree_size are set; logits (n, rows, VOCAB) float32; states (n, rows, hidden) scalar_t; ids
+//             (n, rows * PARTS, kPartBest) int32: the best tokens of each part,
 //             counted from its first; first and second (VOCAB, RANK) scalar_t; confidence (hidden + RANK) and bias (1)
 //             scalar_t, or null
 //   constants VOCAB: tokens. PARTS: equal parts of them, of which each has candidates. RANK: columns of the Markov head, a
 //             multiple of 8
-//   launch    block_begin: grid 1, block 512; markov_chain: grid 1, block 1024; under 2 KB of static shared memory
+//   launch    block_begin: grid n, block 512; markov_chain: grid n, block 1024; under 2 KB of static shared memory
 //   numerics  float32 sums
 //   oracle    reference/draft_block.py choose_block
 //   source    DSpark (DeepSpec); original
@@ -37,10 +38,13 @@ constexpr int kLineElements = 64;  // of 128 bytes
 static_assert(VOCAB % PARTS == 0 && RANK % 8 == 0, "parts are equal, and rows are read 16 bytes at a time");
 
 extern "C" __global__ void __launch_bounds__(kBeginThreads)
-    KERNEL(block_begin)(const DraftTree* tree, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
+    KERNEL(block_begin)(const DraftTree* trees, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                         int32_t* __restrict__ slots, int32_t* __restrict__ reach, int32_t* __restrict__ part_slots,
                         int num_rows, int mask_token) {
   pdl_begin();
+  const DraftTree* tree = trees + blockIdx.x;
+  const int own = blockIdx.x * num_rows;
+  token_ids += own, positions += own, slots += own, reach += own, part_slots += own * PARTS;
   const int first = tree->position, end = min(first + num_rows, min(tree->capacity, tree->max_context));
   for (int i = threadIdx.x; i < num_rows * PARTS; i += kBeginThreads) {
     const int row = i / PARTS, position = first + row, slot = slot_at(tree, position, position);
@@ -132,19 +136,23 @@ DEVICE uint64_t best_of_warp(const Markov& markov, const float* logits, const in
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    KERNEL(markov_chain)(DraftTree* tree, int32_t* __restrict__ node_ids, int32_t* __restrict__ node_positions,
+    KERNEL(markov_chain)(DraftTree* trees, int32_t* __restrict__ node_ids, int32_t* __restrict__ node_positions,
                          int32_t* __restrict__ node_slots, int32_t* __restrict__ locations,
                          uint64_t* __restrict__ masks, int32_t* __restrict__ base, const float* logits,
                          const scalar_t* states, const int32_t* ids, const int32_t* slots,
                          const scalar_t* __restrict__ first, const scalar_t* __restrict__ second,
                          const scalar_t* __restrict__ confidence, const scalar_t* __restrict__ bias,
-                         float min_confidence, int hidden, int tree_size) {
+                         float min_confidence, int hidden, int num_rows, int tree_size, int num_nodes) {
   __shared__ float context[RANK];
   __shared__ float of_states[kMaxNodes];
   __shared__ float of_context;
   __shared__ uint64_t best[kWarps];
   __shared__ int32_t tokens[kMaxNodes];
   pdl_begin();
+  DraftTree* tree = trees + blockIdx.x;
+  const int own = blockIdx.x * num_rows;
+  logits += static_cast<int64_t>(own) * VOCAB, states += static_cast<int64_t>(own) * hidden;
+  ids += own * PARTS * kPartBest, slots += own;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, length = tree_size - 1;
   for (int i = threadIdx.x; i < length * kCandidates; i += kThreads) {
     const int row = i / kCandidates;
@@ -170,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     if (confidence && 1.0f / (1.0f + expf(-of_states[count] - of_context)) < min_confidence) break;
-    const uint64_t own = best_of_warp(markov, logits, ids, count, context);
-    if (lane == 0) best[warp] = own;
+    const uint64_t best_own = best_of_warp(markov, logits, ids, count, context);
+    if (lane == 0) best[warp] = best_own;
     __syncthreads();
     uint64_t largest = best[0];
 #pragma unroll
@@ -182,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int node = threadIdx.x;
   if (node >= tree_size) return;
-  const Rows rows = {node_ids, node_positions, node_slots, locations, masks, base};
+  const Rows rows = Rows{node_ids, node_positions, node_slots, locations, masks, base}.from(blockIdx.x * num_nodes);
   if (node == 0) {
     set_node(tree, rows, 0, tree->root_token, -1, 0, 1);
   } else if (node > count) {

@@ -2,10 +2,11 @@
 //
 //   formula   score[c] = score[parent] + logprob[c]; tree_grow: the next rows are the top_k best of the newest candidates;
 //             tree_finish: nodes 1 .. tree_size-1 are the best of all. The lower index goes first among equals
-//   operands  tree DraftTree; token_ids, positions, slots, locations, base (T) int32 and masks (T) uint64: the rows set up,
-//             the draft's or the target's; ids (rows, top_k) int32 and logprobs (rows, top_k) float32: of the pass
-//             before, best first in each row; hidden (top_k, width) scalar_t = outputs (rows, width)[parent row], or null
-//   launch    tree_grow: grid ceil(top_k * width / 8 / 256), at least 1, block 256; tree_finish: grid 1, block 1024;
+//   operands  trees (n) DraftTree; token_ids, positions, slots, locations, base (T) int32 and masks (T) uint64: the rows
+//             set up, the draft's or the target's, top_k or num_nodes of each tree; ids (n * rows, top_k) int32 and
+//             logprobs (n * rows, top_k) float32: of the pass before, best first in each row; hidden (n * top_k, width)
+//             scalar_t = outputs (n * rows, width)[parent row], or null
+//   launch    tree_grow: grid (ceil(top_k * width / 8 / 256), at least 1, n), block 256; tree_finish: grid n, block 1024;
 //             4 to 9 KB of static shared memory
 //   numerics  float32 sums, compared as integers of the same order
 //   oracle    reference/draft_tree.py TreeGrowth
@@ -56,7 +57,7 @@ DEVICE int padded(int count) { return (count + 31) & ~31; }
 
 // depth: of the pass whose rows are set up, from 1 on.
 extern "C" __global__ void __launch_bounds__(kGrowThreads)
-    KERNEL(tree_grow)(DraftTree* tree, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
+    KERNEL(tree_grow)(DraftTree* trees, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                       int32_t* __restrict__ slots, int32_t* __restrict__ locations, uint64_t* __restrict__ masks,
                       int32_t* __restrict__ base, scalar_t* __restrict__ hidden, const scalar_t* outputs,
                       const int32_t* ids, const float* logprobs, int depth, int top_k, int position_offset, int width) {
@@ -64,6 +65,8 @@ extern "C" __global__ void __launch_bounds__(kGrowThreads)
   __shared__ int chosen[kMaxTopK];
   pdl_begin();
   const Level level(depth - 1, top_k);
+  DraftTree* tree = trees + blockIdx.y;
+  ids += blockIdx.y * level.count, logprobs += blockIdx.y * level.count;
   for (int c = threadIdx.x; c < padded(level.count); c += kGrowThreads) {
     keys[c] = 0;
     if (c >= level.count) continue;
@@ -88,27 +91,30 @@ extern "C" __global__ void __launch_bounds__(kGrowThreads)
     const int first = tree->position + 1 - position_offset, position = first + depth - 1, location = first + place;
     tree->frontier[place] = level.first + c;
     tree->frontier_masks[place] = mask;
-    const Rows rows = {token_ids, positions, slots, locations, masks, base};
+    const Rows rows = Rows{token_ids, positions, slots, locations, masks, base}.from(blockIdx.y * top_k);
     rows.set(row, slot_at(tree, location, position), ids[c], position, location, mask, first);
   }
   if (!hidden) return;
   const int chunks = width / 8, i = blockIdx.x * kGrowThreads + threadIdx.x, target = i / chunks;
   if (target >= top_k) return;
   const int column = i % chunks * 8, source = depth == 1 ? 0 : chosen[target] / top_k;
-  store16(hidden + static_cast<int64_t>(target) * width + column,
-          load16_written(outputs + static_cast<int64_t>(source) * width + column));
+  const int first_output = blockIdx.y * (depth == 1 ? 1 : top_k);
+  store16(hidden + static_cast<int64_t>(blockIdx.y * top_k + target) * width + column,
+          load16_written(outputs + static_cast<int64_t>(first_output + source) * width + column));
 }
 
 extern "C" __global__ void __launch_bounds__(kMaxCandidates)
-    KERNEL(tree_finish)(DraftTree* tree, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
+    KERNEL(tree_finish)(DraftTree* trees, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                         int32_t* __restrict__ slots, int32_t* __restrict__ locations, uint64_t* __restrict__ masks,
                         int32_t* __restrict__ base, const int32_t* ids, const float* logprobs, int num_passes,
-                        int top_k, int tree_size) {
+                        int top_k, int tree_size, int num_nodes) {
   __shared__ __align__(16) uint32_t keys[kMaxCandidates];
   __shared__ int node_of[kMaxCandidates];
   __shared__ int chosen[kMaxNodes], parents[kMaxNodes];
   pdl_begin();
   const Level last(num_passes - 1, top_k);
+  DraftTree* tree = trees + blockIdx.x;
+  ids += blockIdx.x * last.count, logprobs += blockIdx.x * last.count;
   const int count = last.first + last.count, c = threadIdx.x;
   uint32_t key = 0;
   if (c < last.first) {
@@ -142,6 +148,6 @@ extern "C" __global__ void __launch_bounds__(kMaxCandidates)
   if (node >= tree_size) return;
   uint64_t mask = 0;
   for (int ancestor = node; ancestor >= 0; ancestor = parents[ancestor]) mask |= 1ull << ancestor;
-  const Rows rows = {token_ids, positions, slots, locations, masks, base};
+  const Rows rows = Rows{token_ids, positions, slots, locations, masks, base}.from(blockIdx.x * num_nodes);
   set_node(tree, rows, node, token, parents[node], depth, mask);
 }

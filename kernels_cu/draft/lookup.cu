@@ -3,10 +3,10 @@
 //   formula   end = the most recent position before the root's where the last 3 tokens end, else 2, else 1;
 //             node i = history[end + 1 + (i - 1) % (position - end)], a chain of num_drafted; where fewer than
 //             shortest_match tokens end alike: the first num_kept nodes as they are, or only the root if they are none
-//   operands  tree DraftTree; token_ids, positions, slots, locations, base (num_nodes) int32 and masks (num_nodes) uint64:
-//             the target's rows; history (B, max_context) int32
+//   operands  trees (n) DraftTree; token_ids, positions, slots, locations, base (n, num_nodes) int32 and masks
+//             (n, num_nodes) uint64: the target's rows; history (B, max_context) int32
 //   constants PORTABLE: 1 leaves clusters out on sm_90 and later too
-//   launch    grid of a row's blocks, block 1024; 8 blocks, a cluster, on sm_90 and later unless PORTABLE, else 1;
+//   launch    grid (blocks of a tree, n), block 1024; 8 blocks, a cluster, on sm_90 and later unless PORTABLE, else 1;
 //             under 1 KB of static shared memory
 //   numerics  integers
 //   oracle    reference/draft_tree.py lookup, chain_nodes
@@ -49,7 +49,7 @@ DEVICE uint32_t best_match(const int32_t* history, int last) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
-    KERNEL(lookup)(DraftTree* tree, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
+    KERNEL(lookup)(DraftTree* trees, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                    int32_t* __restrict__ slots, int32_t* __restrict__ locations, uint64_t* __restrict__ masks,
                    int32_t* __restrict__ base, const int32_t* history, int max_context, int num_nodes,
                    int num_drafted, int num_kept, int shortest_match) {
@@ -59,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   row_arrive();  // No block writes into another's shared memory before that one runs.
   pdl_wait();
   row_wait();
+  DraftTree* tree = trees + blockIdx.y;
   const int slot = tree->slot, last = tree->position;
   history += static_cast<int64_t>(max(slot, 0)) * max_context;
   uint32_t best = __reduce_max_sync(0xFFFFFFFFu, slot >= 0 ? best_match(history, last) : 0u);
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   for (int block = 1; block < kBlocks; block++) best = max(best, blocks[block]);
   const int end = static_cast<int>(best & ((1u << kPositionBits) - 1));
   const bool is_match = static_cast<int>(best >> kPositionBits) >= shortest_match;
-  const Rows rows = {token_ids, positions, slots, locations, masks, base};
+  const Rows rows = Rows{token_ids, positions, slots, locations, masks, base}.from(blockIdx.y * num_nodes);
   if (!is_match && node < num_kept) return;
   if (node == 0) {
     set_node(tree, rows, 0, tree->root_token, -1, 0, 1);

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from executors.cuda_models import BASE, EMPTY_TOKENIZER, ROWS
-from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill
+from speculation_steps import SETTINGS, beside_a_neighbour, generate, prefill, together
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import Sampling
@@ -120,6 +120,54 @@ def check(executor, plain, key):
 def test_tokens_and_logprobs_are_those_of_plain_decoding(open_llm, plain, draft, dtype):
     executor = open_llm("minicpm", draft, dtype=dtype).executor
     check(executor, plain, ("minicpm", False, dtype))
+
+
+def check_together(executor, alone, count):
+    """Sequences of several lengths and settings get what they get alone, by steps of every shape that takes so many."""
+    cases = [(PROMPTS[slot % 4], list(SETTINGS.values())[slot % 5], 9 + 3 * slot) for slot in range(count)]
+    shapes = executor.limits.shapes_for(count)
+    assert shapes
+    for steps in ((shapes[0],), (*shapes, "decode", *shapes[::-1])):
+        found = together(executor, cases, steps)
+        for slot, (prompt, sampling, wanted) in enumerate(cases):
+            expected, _ = generate(alone, prompt, sampling, seed=slot, count=wanted)
+            assert found[slot][0] == expected, (count, slot, steps)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_several_sequences_in_a_step_get_what_they_get_alone(open_llm, draft, count):
+    executor = open_llm("minicpm", draft, dtype="bfloat16", max_sequences=8).executor
+    check_together(executor, open_llm("minicpm", dtype="bfloat16").executor, count)
+
+
+@pytest.mark.parametrize(("row", "is_w4", "settings"), [
+    ("minicpm", True, {}), ("qwen3", False, {}), ("minicpm3", False, {}), ("minicpm_experts", True, {}),
+    ("minicpm", False, {"cuda_graphs": False}), ("minicpm", False, {"dependent_launch": False}),
+    ("minicpm", False, {"sparse": {"topk": 3, "window_size": 64, "init_blocks": 1, "dense_len": -1}}),
+], ids=str)  # fmt: skip
+def test_several_sequences_of_other_models_and_settings(open_llm, row, is_w4, settings):
+    alone = open_llm(row, is_w4=is_w4, dtype="bfloat16", **settings).executor
+    for draft in ("eagle3", "lookup"):
+        executor = open_llm(row, draft, is_w4=is_w4, dtype="bfloat16", max_sequences=5, **settings).executor
+        check_together(executor, alone, 3)
+
+
+@pytest.mark.parametrize("draft", ["eagle2", "lookup"])
+def test_several_sequences_up_to_the_last_position_of_the_context(open_llm, draft):
+    """Each at a distance of its own: nobody's keys land in another's pages."""
+    settings = {"max_context": 134, "dtype": "bfloat16"}
+    executor = open_llm("minicpm", draft, max_sequences=4, **settings).executor
+    alone, text = open_llm("minicpm", **settings).executor, PROMPTS[3] * 2
+    cases = [(text[: 134 - count], Sampling(), count) for count in (3, 20, 11, 30)]
+    for (found, _), (prompt, sampling, count) in zip(together(executor, cases, (0, 1)), cases, strict=True):
+        assert found == generate(alone, prompt, sampling, count=count)[0] and len(found[0]) == count
+
+
+@pytest.mark.parametrize(("row", "draft"), [(f"minicpm{FP8}", "eagle2"), (f"minicpm{FP8}", "lookup")])
+def test_where_a_step_has_one_sequence_only(open_llm, row, draft):
+    limits = open_llm(row, draft, dtype="bfloat16", max_sequences=4).executor.limits
+    assert set(limits.max_drafting) == {1} and not limits.shapes_for(2)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
@@ -237,6 +285,25 @@ def test_a_draft_that_is_the_target_itself_is_always_right():
             assert lengths == [5] * 6, prompt
 
 
+@pytest.mark.parametrize("draft", ["itself", "eagle2", "eagle3", "lookup"])
+def test_a_draft_knows_as_much_of_several_sequences(draft):
+    """Steps of several give each sequence what its own steps would: not only the tokens but as many of them."""
+    demo, wishes = str(ModelFolder.open(None).path), {"shapes": CHAINS if draft in ("itself", "lookup") else TREES}
+    given = {"draft": demo if draft == "itself" else draft, "speculate": wishes | {"adaptive": False}}
+    with LLM(executor="cuda", max_sequences=5, prefill_chunk=64, **given) as llm:
+        cases = [(PROMPTS[slot % 4][: 60 + slot], Sampling(), 30 + slot) for slot in range(5)]
+        for shape in llm.executor.limits.shapes_for(5):
+            found = together(llm.executor, cases, (shape,))
+            alone = [
+                generate(llm.executor, prompt, sampling, (shape,), seed=slot, count=count)
+                for slot, (prompt, sampling, count) in enumerate(cases)
+            ]
+            assert found == alone
+            if draft == "itself":
+                most = llm.executor.limits.tree_shapes[shape].max_emitted
+                assert all(set(lengths[:-1]) == {most} for _, lengths in found)
+
+
 def test_many_plain_steps_between():
     """More tokens wait for the draft than it keeps states of; afterwards it is as good as it was."""
     demo, greedy = ModelFolder.open(None).path, Sampling()
@@ -293,6 +360,9 @@ def test_the_bundled_model_by_way_of_the_engine(draft):
     with LLM(executor="cuda", draft=draft, max_sequences=4) as llm:
         assert len(llm.executor.limits.step_seconds) == 1 + len(llm.executor.limits.tree_shapes)
         assert [llm.generate(prompt, params).token_ids for prompt in prompts for params in wishes] == expected
+        streams = [llm.stream(prompt, params) for prompt in prompts for params in wishes]
+        assert [stream.finish().token_ids for stream in streams] == expected
+    with LLM(executor="cuda", draft=draft, max_sequences=4, speculate={"adaptive": False}) as llm:
         streams = [llm.stream(prompt, params) for prompt in prompts for params in wishes]
         assert [stream.finish().token_ids for stream in streams] == expected
     with LLM(executor="cuda", draft=draft, speculate={"adaptive": False}) as llm:

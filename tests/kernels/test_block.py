@@ -29,14 +29,14 @@ class BlockDevice:
 
     def __init__(
         self, cuda: Any, *, vocab: int = 704, rank: int = 32, rows: int = 7, least: float = 0.0, seed: int = 0,
-        portable: bool = False, pdl: bool = False,
+        portable: bool = False, pdl: bool = False, num_trees: int = 1,
     ):  # fmt: skip
         self.cuda, self.rows, self.vocab = cuda, rows, vocab
         self.tree = TreeDevice(cuda, portable=portable, pdl=pdl)
         config = DraftConfig("dspark", draft_vocab=vocab, block=Block(rows, MASK_TOKEN, rank, True))
         draft = Draft(config, (TreeShape.chain(min(rows, LONGEST)),), min_confidence=least)
         arrays = self.tree.arrays
-        for spec in block_tables(draft):
+        for spec in block_tables(draft, num_trees):
             arrays[spec.name] = cuda.array(np.full(spec.shape, 0x55, spec.dtype))
         rng = np.random.default_rng(seed)
         self.markov = MarkovWeights(

@@ -11,7 +11,7 @@ from draft_checkpoint import VOCAB, write_all
 from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from speculation_steps import SETTINGS, beside_a_neighbour, generate, joined, prefill
+from speculation_steps import SETTINGS, beside_a_neighbour, generate, joined, prefill, together
 
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.config.speculation import InnerDraft
@@ -243,18 +243,11 @@ def test_several_sequences_in_a_step_get_what_they_get_alone(root, draft, kv_dty
     executor = open_with(root, draft, max_sequences=count, kv_dtype=kv_dtype)
     alone = open_with(root, kv_dtype=kv_dtype)
     cases = [(PROMPTS[1 + slot % 4], list(SETTINGS.values())[slot % 5], 8 + 2 * slot) for slot in range(count)]
-    results = [
-        [prefill(executor, slot, prompt, sampling, seed=slot, count=wanted)]
-        for slot, (prompt, sampling, wanted) in enumerate(cases)
-    ]
-    assert executor.limits.max_drafting == 8
-    for turn in range(30):
-        step = Decode(tuple(range(count))) if turn % 4 == 3 else Speculate(tuple(range(count))[::-1], turn % 2)
-        for slot, result in zip(step.slots, executor.submit(step).wait().slots, strict=True):
-            results[slot].append(result)
+    assert set(executor.limits.max_drafting) == {8}
+    results = together(executor, cases, (0, 1, 0, "decode"))
     for slot, (prompt, sampling, wanted) in enumerate(cases):
         expected, _ = generate(alone, prompt, sampling, seed=slot, count=wanted)
-        assert joined(results[slot]) == expected and len(expected[0]) == wanted
+        assert results[slot][0] == expected and len(expected[0]) == wanted
 
 
 def test_the_largest_trees(root, plain):

@@ -125,7 +125,7 @@ def test_several_sequences_decode_plainly_and_the_last_one_is_drafted_for():
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_an_executor_that_drafts_for_several_takes_them_in_one_step(num_sequences, run_ahead):
     """Beyond that many all decode plainly, and the tokens are those of plain decoding."""
-    limits = ExecutorLimits(5, 64, 16, run_ahead, tree_shapes=(TreeShape.chain(3),), max_drafting=3)
+    limits = ExecutorLimits(5, 64, 16, run_ahead, tree_shapes=(TreeShape.chain(3),), max_drafting=(3,))
     executor = ScriptedExecutor(limits)
     engine = Engine(executor)
     prompts = [[number + 1] for number in range(num_sequences)]
@@ -180,8 +180,48 @@ def test_the_policy_hears_which_steps_looked_up_their_draft(lookup_length, monke
     assert {is_lookup for _, is_lookup in heard} == ({False, True} if lookup_length else {False})
 
 
-def test_several_sequences_under_a_policy_decode_plainly():
-    limits = ExecutorLimits(2, 64, 16, tree_shapes=(TreeShape.chain(3),), max_drafting=2, step_seconds=(1.0, 1.1))
+def steps_of_several(accuracy, several_seconds, *, run_ahead=2, num_sequences=3, tokens=300):
+    """The decode steps of some sequences that end together, whose tokens are those of plain decoding."""
+    shapes = (TreeShape(2, 4, 6), TreeShape.chain(4))
+    limits = ExecutorLimits(
+        4, 512, 16, run_ahead, tree_shapes=shapes, max_drafting=(4, 2), step_seconds=(1.0, 1.2, 1.3),
+        several_seconds=several_seconds,
+    )  # fmt: skip
+    executor = ScriptedExecutor(limits, accuracy=accuracy)
+    engine, prompts = Engine(executor), [[number + 1] for number in range(num_sequences)]
+    sequences = [engine.add(request(prompt, new=tokens)) for prompt in prompts]
+    for seq, prompt in zip(sequences, prompts, strict=True):
+        assert tokens_of(engine, seq) == plain_continuation(prompt, 0, tokens, set())
+    return [step for step in executor.steps if isinstance(step, (Decode, Speculate)) and len(step.slots) > 1]
+
+
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_several_sequences_draft_where_it_pays(run_ahead):
+    costs = ((2, (1.0, 1.3, 1.2)), (4, (1.1, 1.5, float("inf"))))
+    steps = steps_of_several(0.9, costs, run_ahead=run_ahead)
+    drafted = [step for step in steps if isinstance(step, Speculate)]
+    assert len(drafted) > 0.9 * len(steps) and {step.shape for step in drafted if len(step.slots) == 3} == {0}
+    assert len(steps) < 200
+
+
+@pytest.mark.parametrize("num_sequences", [2, 3])
+def test_drafts_of_several_that_fail_cost_little(num_sequences):
+    costs = ((2, (1.0, 1.3, 1.2)), (4, (1.1, 1.5, float("inf"))))
+    steps = steps_of_several(0.0, costs, num_sequences=num_sequences)
+    assert any(isinstance(step, Speculate) for step in steps)
+    plain, *shapes = costs[num_sequences - 2][1]
+    together = [step for step in steps if len(step.slots) == num_sequences]
+    cost = sum(shapes[step.shape] if isinstance(step, Speculate) else plain for step in together)
+    assert cost <= 1.04 * plain * 300
+
+
+def test_shapes_that_cost_more_than_they_can_give_are_never_tried():
+    steps = steps_of_several(0.9, ((4, (1.0, 3.1, float("inf"))),))
+    assert all(isinstance(step, Decode) for step in steps if len(step.slots) == 3)
+
+
+def test_several_sequences_whose_costs_are_unknown_decode_plainly_under_a_policy():
+    limits = ExecutorLimits(2, 64, 16, tree_shapes=(TreeShape.chain(3),), max_drafting=(2,), step_seconds=(1.0, 1.1))
     executor = ScriptedExecutor(limits)
     engine = Engine(executor)
     for seq in [engine.add(request([number], new=12)) for number in (1, 2)]:

@@ -50,13 +50,14 @@ MARKOV_CHAIN = KernelSpec(
 _BEGIN_THREADS, _CHAIN_THREADS = 512, 1024
 
 
-def block_tables(draft: Draft) -> tuple[BufferSpec, ...]:
-    """Return the buffers of a block that live as long as the executor; none for other drafts."""
+def block_tables(draft: Draft, num_trees: int = 1) -> tuple[BufferSpec, ...]:
+    """Return the buffers of a step's blocks that live as long as the executor; none for other drafts."""
     if not draft.block_rows:
         return ()
-    num_parts = draft.block_rows * markov_parts(draft.vocab_size)
+    num_rows = num_trees * draft.block_rows
+    num_parts = num_rows * markov_parts(draft.vocab_size)
     return (
-        lasting_buffer("draft_reach", np.int32, draft.block_rows),
+        lasting_buffer("draft_reach", np.int32, num_rows),
         lasting_buffer("part_slots", np.int32, num_parts),
         lasting_buffer("part_ids", np.int32, num_parts, MARKOV_CANDIDATES),
         lasting_buffer("part_logprobs", np.float32, num_parts, MARKOV_CANDIDATES),
@@ -104,29 +105,33 @@ class BlockKernels:
         for spec in (BLOCK_BEGIN, MARKOV_CHAIN):
             self._launch.modules.kernel(spec, self._constants)
 
-    def block_begin(self) -> None:
-        """Set up the draft's rows: the newest token, and mask tokens behind it as far as there is room."""
+    def block_begin(self, num_trees: int = 1) -> None:
+        """Set up the draft's rows of each sequence: the newest token, and mask tokens behind it as far as there is
+        room."""
         a = self._arrays
         rows = (a[f"draft_{name}"] for name in ("token_ids", "positions", "slots", "reach"))
         self._launch(
-            BLOCK_BEGIN, self._constants, 1, _BEGIN_THREADS, a["draft_tree"], *rows, a["part_slots"],
+            BLOCK_BEGIN, self._constants, num_trees, _BEGIN_THREADS, a["draft_tree"], *rows, a["part_slots"],
             np.int32(self._num_rows), np.int32(self._mask_token),
         )  # fmt: skip
 
-    def markov_chain(self, shape: TreeShape, logits: DeviceArray, states: DeviceArray) -> None:
-        """Choose at most tree_size - 1 tokens one after another, and set up the target's rows for them.
+    def markov_chain(self, shape: TreeShape, logits: DeviceArray, states: DeviceArray, num_trees: int = 1) -> None:
+        """Choose at most tree_size - 1 tokens of each sequence one after another, and set up the first tree_size of
+        the num_nodes target's rows for them.
 
-        `logits` float32 [rows, V] and `states` [rows, hidden]: of the block.
+        `logits` float32 [num_trees * rows, V] and `states` [num_trees * rows, hidden]: of the blocks.
         """
         a, markov, weighs = self._arrays, self._markov, self._min_confidence > 0
-        num_parts, k = self._num_rows * self._constants.parts, min(MARKOV_CANDIDATES, self._part)
+        rows = tuple(a[name] for name in TARGET_ROWS)
+        num_parts, k = num_trees * self._num_rows * self._constants.parts, min(MARKOV_CANDIDATES, self._part)
         self._launch(
             DRAFT_TOP_K, self._top_k, (self._blocks_per_row, num_parts), ROW_THREADS, a["part_ids"], a["part_logprobs"],
             logits, a["part_slots"], None, np.int32(k),
         )  # fmt: skip
         self._launch(
-            MARKOV_CHAIN, self._constants, 1, _CHAIN_THREADS, a["draft_tree"], *(a[name] for name in TARGET_ROWS),
-            logits, states, a["part_ids"], a["draft_slots"], markov.first, markov.second,
+            MARKOV_CHAIN, self._constants, num_trees, _CHAIN_THREADS, a["draft_tree"], *rows, logits, states,
+            a["part_ids"], a["draft_slots"], markov.first, markov.second,
             markov.confidence if weighs else None, markov.bias if weighs else None,
-            np.float32(self._min_confidence), np.int32(states.shape[1]), np.int32(shape.tree_size),
+            np.float32(self._min_confidence), np.int32(states.shape[1]),
+            *map(np.int32, (self._num_rows, shape.tree_size, shape.num_nodes)),
         )  # fmt: skip

@@ -10,6 +10,8 @@ from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.draft.block import block_modules, block_tables
 from cpmrt.cuda.draft.memory import chain_tables, is_inner, tree_tables
+from cpmrt.cuda.draft.several import captured_counts, waiting_rows
+from cpmrt.cuda.draft.structs import MAX_TREES
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import STAGING, staging_buffers
@@ -68,16 +70,18 @@ def _with_draft(
     workspace += staging_buffers((*specs, *draft.tensors))
 
     counters = packed_tables(_weights(draft, specs), device)
+    num_drafting = 1 if draft.inner else min(max_sequences, MAX_TREES)
 
     def tables(max_context: int) -> tuple[BufferSpec, ...]:
         own = _draft_tables(draft, counters, max_context, device)
         tree = tree_tables(max_sequences, max_context, max_rows, draft.config.hidden_width)
-        return (*needs.tables(max_context), *tree, *block_tables(draft), *own)
+        return (*needs.tables(max_context), *tree, *block_tables(draft, num_drafting), *own)
 
     return replace(
         needs,
         tables=tables,
         workspace=(*workspace, *_draft_workspace(draft, specs, max_rows, device)),
+        num_drafting=num_drafting,
     )
 
 
@@ -168,13 +172,13 @@ class DraftForward:
         """Run the rows of a prefill chunk; nothing is drafted."""
         self._model.see(self._ops, self._rows(num_rows, is_prefill=True), self._hidden(num_rows))
 
-    def waiting(self, num_rows: int) -> None:
-        """Run at most 64 tokens that the draft has not seen; the logits of the last one are in row 0, unless the draft
-        drafts blocks."""
+    def waiting(self, num_rows: int, num_newest: int = 1) -> None:
+        """Run at most 64 tokens that the draft has not seen; the logits of the last ones are in the first rows, unless
+        the draft drafts blocks."""
         if self._draft.block is not None:
             self.see(num_rows)
             return
-        last = slice(num_rows - 1, num_rows)
+        last = slice(num_rows - num_newest, num_rows)
         self._model.forward(self._ops, self._rows(num_rows), self._hidden(num_rows), last, is_first=True)
 
     def see(self, num_rows: int) -> None:
@@ -182,13 +186,13 @@ class DraftForward:
         self._model.see(self._ops, self._rows(num_rows), self._hidden(num_rows))
 
     def block(self, num_rows: int) -> None:
-        """Run the rows of a block; its outputs and their logits are `block_states` and `logits`."""
+        """Run the rows of blocks; their outputs and logits are `block_states` and `logits`."""
         self._model.block(self._ops, replace(self._rows(num_rows), reach=self._arrays["draft_reach"]))
 
-    def block_states(self) -> DeviceArray:
-        """Return the normalised outputs of the last block."""
+    def block_states(self, num_rows: int) -> DeviceArray:
+        """Return the normalised outputs of the last blocks."""
         states: DeviceArray = self._arrays["draft.states"]
-        return states
+        return states[:num_rows]
 
     def markov_weights(self) -> MarkovWeights:
         """Return what chooses the tokens of a block."""
@@ -206,7 +210,7 @@ class DraftForward:
         """Run the nodes of a tree that was drafted for a small model; all have logits."""
         self.frontier(num_rows)
 
-    def path_accepted(self) -> None:
+    def path_accepted(self, num_trees: int) -> None:
         """Do nothing: a small model's keys and values are in 16 bits, and those of the path are at their positions."""
 
     def outputs(self, rows: slice) -> DeviceArray | None:
@@ -246,40 +250,46 @@ def draft_forward(
     return None if caches is None else DraftForward(draft, device, launcher, gemm, arrays, caches)
 
 
-def waiting_rows(draft: Draft) -> int:
-    """Tokens that the draft has not seen when a speculative step begins, at most: what a step before may have given."""
-    return max(shape.max_emitted for shape in draft.shapes)
-
-
 class TreeForward(Protocol):
     """The target's part in a speculative step."""
 
     def tree(self, num_rows: int) -> None:
-        """Run the nodes of a draft tree; all have logits."""
+        """Run the nodes of draft trees; all have logits."""
         ...
 
-    def path_accepted(self) -> None:
-        """Take in the path of a tree, whose keys and values are at their positions."""
+    def path_accepted(self, num_trees: int) -> None:
+        """Take in the path of each tree, whose keys and values are at their positions."""
         ...
 
 
-def every_shape(draft: Draft, target: TreeForward, forward: DraftForward | None, buckets: tuple[int, ...]) -> None:
-    """Each forward of steps with a draft once: the target's over trees, the draft's over whatever it sees."""
-    for shape in draft.shapes:
-        target.tree(shape.num_nodes)
-    target.path_accepted()
+def every_shape(
+    draft: Draft,
+    target: TreeForward,
+    forward: DraftForward | None,
+    buckets: tuple[int, ...],
+    most: tuple[int, ...],
+) -> None:
+    """Each forward of steps with a draft once: the target's over trees, the draft's over whatever it sees.
+
+    `most`: the sequences of a step at most, of each shape.
+    """
+    steps = [(shape, count) for shape, at_most in zip(draft.shapes, most, strict=True)
+             for count in captured_counts(at_most)]  # fmt: skip
+    for shape, count in steps:
+        target.tree(count * shape.num_nodes)
+    target.path_accepted(1)
     if forward is None:
         return
     for bucket in buckets:
         forward.chunk(bucket)
-    for count in (waiting_rows(draft), MAX_WAITING):
-        forward.waiting(count)
-    if draft.block_rows:
-        forward.block(draft.block_rows)
-        return
-    for shape in draft.shapes:
-        if shape.num_passes > 1:
-            forward.frontier(shape.top_k)
+    forward.waiting(MAX_WAITING)
+    for count in dict.fromkeys(count for _, count in steps):
+        forward.waiting(count * waiting_rows(draft), count)
+        if draft.block_rows:
+            forward.block(count * draft.block_rows)
+    for shape, count in steps:
+        if shape.num_passes > 1 and not draft.block_rows:
+            forward.frontier(count * shape.top_k)
 
 
 def every_inner_shape(
@@ -287,7 +297,7 @@ def every_inner_shape(
 ) -> None:
     """Each forward of the steps of a small model with a draft of its own, `forward`, once."""
     assert draft.inner is not None
-    every_shape(draft.inner, small, forward, buckets)
+    every_shape(draft.inner, small, forward, buckets, (1,))
     if forward is not None:
         for count in (waiting_rows(draft), MAX_WAITING):
             forward.see(count)

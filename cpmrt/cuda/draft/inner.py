@@ -25,10 +25,11 @@ import numpy as np
 from cpmrt.config import TreeShape
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.draft.forward import DraftForward, waiting_rows
+from cpmrt.cuda.draft.forward import DraftForward
 from cpmrt.cuda.draft.kernels import TARGET_ROWS
 from cpmrt.cuda.draft.launches import DraftLaunches, DraftParts
 from cpmrt.cuda.draft.memory import as_target
+from cpmrt.cuda.draft.several import waiting_rows
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.rings import Rings

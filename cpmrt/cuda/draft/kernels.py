@@ -14,6 +14,9 @@ A Speculate step is
 Under a form report_tree(shape) comes before the target's forward, and sample_masked_tree(logits) takes the place of
 sample_tree. With prompt lookup it is speculate_begin(0), lookup(shape), and the same from the target's forward on. The
 command is counted by `accept`, so every launch before it may be repeated.
+
+A step of several sequences launches the same, with a tree for each. Rows of a pass lie tree by tree; but row r of the n
+that a tree's draft has not seen yet is row r * num_trees + tree, so that the newest of all trees are neighbours.
 """
 
 from __future__ import annotations
@@ -160,18 +163,19 @@ class TreeKernels:
             if spec.file in self._modules:
                 self._launch.modules.kernel(spec, self._modules[spec.file])
 
-    def speculate_begin(self, num_rows: int, hidden: DeviceArray | None = None) -> None:
-        """Look at the next command, a Speculate; set up the draft rows 0 .. num_rows-1 of its sequence (0: none).
+    def speculate_begin(self, num_rows: int, hidden: DeviceArray | None = None, num_trees: int = 1) -> None:
+        """Look at the next command, a Speculate; set up `num_rows` draft rows of each of its sequences (0: none).
 
         They are the positions that the draft has not seen, in order, the newest in the last row; rows at the front
-        that are too many are padding (slot -1). Of more than `num_rows` the oldest are left out. `hidden` [num_rows,
-        carry width]: becomes the target's hidden states that belong to them; None where the draft reads none.
+        that are too many are padding (slot -1). Of more than `num_rows` the oldest are left out. `hidden` [num_rows *
+        num_trees, carry width]: becomes the target's hidden states that belong to them; None where the draft reads
+        none. A tree without a sequence has only padding.
         """
-        self._pending(SPECULATE, num_rows, hidden)
+        self._pending(SPECULATE, num_rows, hidden, num_trees)
 
     def catch_up_begin(self, num_rows: int, hidden: DeviceArray | None = None) -> None:
         """Look at the next command, a CatchUp, and set up draft rows as `speculate_begin` does."""
-        self._pending(CATCH_UP, num_rows, hidden)
+        self._pending(CATCH_UP, num_rows, hidden, 1)
 
     def catch_up_end(self) -> None:
         """Count the CatchUp command and answer it. All but the newest row have been seen then."""
@@ -193,54 +197,61 @@ class TreeKernels:
             logits, slots, token_map, np.int32(k),
         )  # fmt: skip
 
-    def tree_grow(self, shape: TreeShape, depth: int, outputs: DeviceArray | None, hidden: DeviceArray | None) -> None:
-        """Take the candidates of pass depth - 1 and set up draft rows 0 .. top_k-1 of pass `depth` (from 1 on).
+    def tree_grow(
+        self, shape: TreeShape, depth: int, outputs: DeviceArray | None, hidden: DeviceArray | None, num_trees: int = 1
+    ) -> None:
+        """Take the candidates of pass depth - 1 and set up `top_k` draft rows of each tree for pass `depth` (from 1
+        on).
 
-        `hidden` [top_k, width]: becomes, for each row, the row of `outputs` that it follows. `outputs`: what the draft
-        gave for the rows of the pass before; for depth 1 the one row of its newest position. Both None where the draft
-        reads no hidden state.
+        `hidden` [num_trees * top_k, width]: becomes, for each row, the row of `outputs` that it follows. `outputs`:
+        what the draft gave for the rows of the pass before; for depth 1 the one row of each newest position. Both None
+        where the draft reads no hidden state.
         """
         s = self._state
-        sizes = (depth, shape.top_k)
+        sizes, blocks = (depth, shape.top_k), _of_trees(_copy_blocks(shape.top_k, hidden), num_trees)
         self._start(
-            TREE_GROW, _copy_blocks(shape.top_k, hidden), _COPY_THREADS, s.draft_tree, *self._draft_rows,
-            hidden, outputs, s.draft_ids, s.draft_logprobs, *map(np.int32, sizes), self._offset,
-            np.int32(_width(hidden)),
+            TREE_GROW, blocks, _COPY_THREADS, s.draft_tree, *self._draft_rows, hidden, outputs, s.draft_ids,
+            s.draft_logprobs, *map(np.int32, sizes), self._offset, np.int32(_width(hidden)),
         )  # fmt: skip
 
-    def tree_finish(self, shape: TreeShape) -> None:
-        """Take the candidates of the last pass, choose the nodes, and set up the target's rows 0 .. tree_size-1."""
+    def tree_finish(self, shape: TreeShape, num_trees: int = 1) -> None:
+        """Take the candidates of the last pass, choose the nodes, and set up the first tree_size of the num_nodes
+        target's rows of each tree."""
         s = self._state
-        sizes = (shape.num_passes, shape.top_k, shape.tree_size)
+        sizes = (shape.num_passes, shape.top_k, shape.tree_size, shape.num_nodes)
         self._start(
-            TREE_FINISH, 1, MAX_CANDIDATES, s.draft_tree, *self._target_rows, s.draft_ids,
+            TREE_FINISH, num_trees, MAX_CANDIDATES, s.draft_tree, *self._target_rows, s.draft_ids,
             s.draft_logprobs, *map(np.int32, sizes),
         )  # fmt: skip
 
-    def lookup(self, shape: TreeShape) -> None:
-        """Draft tree_size - 1 tokens from the sequence's own history and set up the target's rows."""
-        self._lookup(shape.tree_size, shape.tree_size - 1, num_kept=0, shortest_match=1)
+    def lookup(self, shape: TreeShape, num_trees: int = 1) -> None:
+        """Draft tree_size - 1 tokens from each sequence's own history and set up the target's rows."""
+        self._lookup(num_trees, shape.tree_size, shape.tree_size - 1, num_kept=0, shortest_match=1)
 
-    def lookup_instead(self, shape: TreeShape) -> None:
-        """Set up the target's rows 0 .. num_nodes-1, which `tree_finish` has set up in part: a chain of lookup_length
-        tokens out of the history if the last tokens came before, else rows behind those of the tree that are padding.
-        """
-        self._lookup(shape.num_nodes, shape.lookup_length, num_kept=shape.tree_size, shortest_match=LONGEST_MATCH)
+    def lookup_instead(self, shape: TreeShape, num_trees: int = 1) -> None:
+        """Set up the target's num_nodes rows of each tree, which `tree_finish` has set up in part: a chain of
+        lookup_length tokens out of the history if the last tokens came before, else rows behind those of the tree that
+        are padding."""
+        kept, shortest = shape.tree_size, LONGEST_MATCH
+        self._lookup(num_trees, shape.num_nodes, shape.lookup_length, num_kept=kept, shortest_match=shortest)
 
-    def _lookup(self, num_nodes: int, num_drafted: int, *, num_kept: int, shortest_match: int) -> None:
+    def _lookup(
+        self, num_trees: int, num_nodes: int, num_drafted: int, *, num_kept: int, shortest_match: int
+    ) -> None:
         s = self._state
         sizes = (num_nodes, num_drafted, num_kept, shortest_match)
         self._start(
-            LOOKUP, self._blocks_per_row, _LOOKUP_THREADS, s.draft_tree, *self._target_rows,
+            LOOKUP, _of_trees(self._blocks_per_row, num_trees), _LOOKUP_THREADS, s.draft_tree, *self._target_rows,
             s.history, self._max_context, *map(np.int32, sizes),
         )  # fmt: skip
 
-    def sample_tree(self, logits: DeviceArray) -> None:
-        """A token after every node from float32 logits [num_nodes, V]; log-probabilities if the request wants some."""
-        s = self._state
+    def sample_tree(self, logits: DeviceArray, num_trees: int = 1) -> None:
+        """A token after every node from float32 logits [num_trees * num_nodes, V]; log-probabilities if the request
+        wants some."""
+        s, num_rows = self._state, logits.shape[0]
         self._start(
-            SAMPLE_TREE, (self._blocks_per_row, logits.shape[0]), ROW_THREADS, s.draft_tree,
-            s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots,
+            SAMPLE_TREE, (self._blocks_per_row, num_rows), ROW_THREADS, s.draft_tree,
+            s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots, np.int32(num_rows // num_trees),
         )  # fmt: skip
 
     def report_tree(self, shape: TreeShape, ring: TreeRing) -> None:
@@ -259,11 +270,13 @@ class TreeKernels:
             np.int32(masks.num_rows), np.int32(masks.num_words),
         )  # fmt: skip
 
-    def accept(self, shape: TreeShape, hidden: DeviceArray | None = None, forced: float | None = None) -> None:
-        """Accept the longest path: state, history, result, the target's KV pages; count the command.
+    def accept(
+        self, shape: TreeShape, hidden: DeviceArray | None = None, forced: float | None = None, num_trees: int = 1
+    ) -> None:
+        """Accept the longest path of each tree: state, history, result, the target's KV pages; count the command.
 
-        `hidden` [num_nodes, carry width]: the target's hidden states of the nodes, or None where the draft reads none.
-        With `forced` a deepest path counts as accepted, cut to that many tokens in the mean (for timing).
+        `hidden` [num_trees * num_nodes, carry width]: the target's hidden states of the nodes, or None where the draft
+        reads none. With `forced` a deepest path counts as accepted, cut to that many tokens in the mean (for timing).
         """
         s = self._state
         moved = self._moved
@@ -272,7 +285,7 @@ class TreeKernels:
         kept = (*moved, *[None] * (_MOST_MOVED - len(moved)))
         sizes = (shape.num_nodes, shape.max_emitted, num_layers, num_pages, num_heads, head_dim)
         self._start(
-            ACCEPT, 1 - -columns // _COPY_THREADS, _COPY_THREADS, s.draft_tree, s.slot_states,
+            ACCEPT, _of_trees(1 - -columns // _COPY_THREADS, num_trees), _COPY_THREADS, s.draft_tree, s.slot_states,
             s.token_counts, s.history, s.carry_counts, s.carry_for(hidden), *kept,
             self._results, s.step_context, hidden, s.tree_logprobs, s.block_tables, *map(np.int32, sizes),
             np.int32(s.block_tables.shape[1]), np.int32(_width(hidden)), np.float32(forced or 0.0),
@@ -300,10 +313,11 @@ class TreeKernels:
         carry = (s.carry_for(hidden), s.carry_counts)
         self._start(CARRY_ROWS, num_rows, _COPY_THREADS, *carry, hidden, s.slots, np.int32(_width(hidden)))
 
-    def _pending(self, kind: int, num_rows: int, hidden: DeviceArray | None) -> None:
+    def _pending(self, kind: int, num_rows: int, hidden: DeviceArray | None, num_trees: int) -> None:
         s = self._state
-        sizes = (np.int32(kind), self._max_context, np.int32(num_rows), self._offset, np.int32(_width(hidden)))
-        blocks = min(_copy_blocks(num_rows, hidden, _BEGIN_THREADS), _MOST_BEGIN_BLOCKS)
+        counts = map(np.int32, (kind, num_trees))
+        sizes = (*counts, self._max_context, np.int32(num_rows), self._offset, np.int32(_width(hidden)))
+        blocks = min(_copy_blocks(num_rows * num_trees, hidden, _BEGIN_THREADS), _MOST_BEGIN_BLOCKS)
         self._start(
             SPECULATE_BEGIN, blocks, _BEGIN_THREADS, s.draft_tree,
             *self._draft_rows[:4], hidden, s.history, s.carry_for(hidden), s.carry_counts, s.capacities,
@@ -312,6 +326,11 @@ class TreeKernels:
 
     def _start(self, spec: KernelSpec, grid: Any, block: int, *args: Any) -> None:
         self._launch(spec, self._modules[spec.file], grid, block, *args)
+
+
+def _of_trees(blocks: int, num_trees: int) -> int | tuple[int, int]:
+    """Return the grid of a kernel with so many blocks for each tree."""
+    return blocks if num_trees == 1 else (blocks, num_trees)
 
 
 def _width(rows: DeviceArray | None) -> int:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.draft.block import BlockKernels, block_modules, candidate_vocab
-from cpmrt.cuda.draft.forward import DraftForward, TreeForward, draft_forward, waiting_rows
+from cpmrt.cuda.draft.forward import DraftForward, TreeForward, draft_forward
 from cpmrt.cuda.draft.kernels import TreeKernels
+from cpmrt.cuda.draft.several import waiting_rows
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
@@ -91,8 +92,9 @@ class DraftParts:
 class DraftLaunches:
     """The operations of the drafting procedure as launches (`speculation.procedure.BlockOps`, `ChainOps`).
 
-    Which slot they are about the kernels read from the command of the step. `inner`: of a small model that has a draft
-    of its own. With `ring` nodes have masks: the host is told the tree, and looks at it while the target runs.
+    Which slots they are about, at most `num_trees`, the kernels read from the command of the step; rows are counted for
+    one of them. `inner`: of a small model that has a draft of its own. With `ring` nodes have masks: the host is told
+    the tree, and looks at it while the target runs.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class DraftLaunches:
         arrays: Mapping[str, Any],
         inner: InnerSteps | None = None,
         ring: TreeRing | None = None,
+        num_trees: int = 1,
     ):
+        self._num_trees = num_trees
         self._draft, self._kernels, self._forward = parts.draft, parts.kernels, parts.forward
         self._blocks, self._target, self._inner, self._ring = parts.blocks, target, inner, ring
         self._logits: DeviceArray = arrays["logits"]
@@ -115,31 +119,34 @@ class DraftLaunches:
         return self._forward
 
     def begin(self, num_rows: int) -> None:
-        self._kernels.speculate_begin(num_rows, self._hidden(num_rows))
+        self._kernels.speculate_begin(num_rows, self._hidden(num_rows * self._num_trees), self._num_trees)
 
     def waiting(self, num_rows: int) -> None:
-        self._model.waiting(num_rows)
+        self._model.waiting(num_rows * self._num_trees, self._num_trees)
 
     def top_k(self, shape: TreeShape, rows: slice) -> None:
+        rows = self._of_all(rows)
         logits = self._model.logits(rows.stop - rows.start)
         self._kernels.top_k(logits, shape.top_k, self._token_map, first_row=rows.start)
 
     def grow(self, shape: TreeShape, depth: int, rows: slice) -> None:
-        self._kernels.tree_grow(shape, depth, self._model.outputs(rows), self._model.parents(shape.top_k))
+        outputs, parents = self._model.outputs(self._of_all(rows)), self._model.parents(shape.top_k * self._num_trees)
+        self._kernels.tree_grow(shape, depth, outputs, parents, self._num_trees)
 
     def frontier(self, num_rows: int) -> None:
-        self._model.frontier(num_rows)
+        self._model.frontier(num_rows * self._num_trees)
 
     def finish(self, shape: TreeShape) -> None:
-        self._kernels.tree_finish(shape)
+        self._kernels.tree_finish(shape, self._num_trees)
 
     def block(self, num_rows: int) -> None:
-        self._block_kernels.block_begin()
-        self._model.block(num_rows)
+        self._block_kernels.block_begin(self._num_trees)
+        self._model.block(num_rows * self._num_trees)
 
     def chain(self, shape: TreeShape) -> None:
-        logits = self._model.logits(self._draft.block_rows)
-        self._block_kernels.markov_chain(shape, logits, self._model.block_states())
+        num_rows = self._draft.block_rows * self._num_trees
+        logits, states = self._model.logits(num_rows), self._model.block_states(num_rows)
+        self._block_kernels.markov_chain(shape, logits, states, self._num_trees)
 
     def inner_steps(self, shape: TreeShape) -> None:
         assert self._inner is not None
@@ -152,25 +159,26 @@ class DraftLaunches:
         return self._blocks
 
     def lookup(self, shape: TreeShape) -> None:
-        self._kernels.lookup(shape)
+        self._kernels.lookup(shape, self._num_trees)
 
     def lookup_instead(self, shape: TreeShape) -> None:
-        self._kernels.lookup_instead(shape)
+        self._kernels.lookup_instead(shape, self._num_trees)
 
     def verify(self, shape: TreeShape) -> None:
         if self._ring is not None:
             self._kernels.report_tree(shape, self._ring)
-        self._target.tree(shape.num_nodes)
+        self._target.tree(shape.num_nodes * self._num_trees)
 
     def sample(self, shape: TreeShape) -> None:
         if self._ring is not None:
             self._kernels.sample_masked_tree(self._logits[: shape.tree_size], self._ring)
         else:
-            self._kernels.sample_tree(self._logits[: shape.num_nodes])
+            self._kernels.sample_tree(self._logits[: shape.num_nodes * self._num_trees], self._num_trees)
 
     def accept(self, shape: TreeShape) -> None:
-        self._kernels.accept(shape, self._hidden(shape.num_nodes), self._draft.forced_accept)
-        self._target.path_accepted()
+        hidden = self._hidden(shape.num_nodes * self._num_trees)
+        self._kernels.accept(shape, hidden, self._draft.forced_accept, self._num_trees)
+        self._target.path_accepted(self._num_trees)
 
     def catch_up_begin(self, num_rows: int) -> None:
         self._kernels.catch_up_begin(num_rows, self._hidden(num_rows))
@@ -191,6 +199,10 @@ class DraftLaunches:
 
     def carry(self, num_rows: int) -> None:
         self._kernels.carry_rows(num_rows, self._hidden(num_rows))
+
+    def _of_all(self, rows: slice) -> slice:
+        """The rows of all trees: those of a pass over what waits lie side by side, so that the newest come last."""
+        return slice(rows.start * self._num_trees, rows.stop * self._num_trees)
 
     def _hidden(self, num_rows: int) -> DeviceArray | None:
         """The target's states that the draft reads; None where it reads none."""

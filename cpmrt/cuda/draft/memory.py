@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config.speculation import MAX_NODES
-from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K
+from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K, MAX_TREES
 from cpmrt.cuda.step.memory import lasting_buffer
 from cpmrt.cuda.step.structs import SLOT_STATE, TOKEN_LOGPROBS
 from cpmrt.models.draft import PREFIX
@@ -34,7 +34,7 @@ def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width
         lasting_buffer("capacities", np.int32, max_sequences),
         lasting_buffer("carry_counts", np.int32, max_sequences),
         *carry,
-        lasting_buffer("draft_tree", np.uint8, DRAFT_TREE.itemsize),
+        lasting_buffer("draft_tree", np.uint8, min(max_sequences, MAX_TREES), DRAFT_TREE.itemsize),
         lasting_buffer("tree_logprobs", np.uint8, MAX_NODES * TOKEN_LOGPROBS.itemsize),
         lasting_buffer("locations", np.int32, MAX_NODES),
         lasting_buffer("tree_masks", np.uint64, MAX_NODES),
@@ -46,8 +46,8 @@ def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width
         lasting_buffer("draft_locations", np.int32, MAX_NODES),
         lasting_buffer("draft_masks", np.uint64, MAX_NODES),
         lasting_buffer("draft_base", np.int32, MAX_NODES),
-        lasting_buffer("draft_ids", np.int32, MAX_TOP_K, MAX_TOP_K),
-        lasting_buffer("draft_logprobs", np.float32, MAX_TOP_K, MAX_TOP_K),
+        lasting_buffer("draft_ids", np.int32, MAX_NODES, MAX_TOP_K),
+        lasting_buffer("draft_logprobs", np.float32, MAX_NODES, MAX_TOP_K),
     )
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.cuda.build.launcher import Launcher, Module
-from cpmrt.cuda.draft.forward import SCRATCH, every_inner_shape, every_shape, waiting_rows
+from cpmrt.cuda.draft.forward import SCRATCH, every_inner_shape, every_shape
 from cpmrt.cuda.draft.inner import InnerSteps, Loop
 from cpmrt.cuda.draft.launches import DraftLaunches, DraftParts
 from cpmrt.cuda.draft.memory import tree_tables
+from cpmrt.cuda.draft.several import captured_count, captured_counts, most_sequences, waiting_rows
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.load.tables import fill_tables
@@ -53,8 +54,10 @@ class Speculation:
             self._inner = InnerSteps.bind(draft, self._forward, *machine, arrays, rings, plan, loop)
         operands = self._parts, target, arrays, self._inner
         self._ops = DraftLaunches(*operands)
-        self._masked_ops = partial(DraftLaunches, *operands)
+        self._several_ops = partial(DraftLaunches, *operands)
         self._waiting = Waiting(waiting_rows(draft))
+        self.most = most_sequences(draft, plan.caches)
+        """The sequences of a step at most, of each shape."""
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
         self._vocab_size = config.vocab_size
         self._masked: tuple[TreeRing, DraftLaunches] | None = None
@@ -67,7 +70,7 @@ class Speculation:
 
     def every_shape(self, buckets: tuple[int, ...]) -> None:
         """Run each forward once, on padding rows."""
-        every_shape(self._draft, self._target, self._forward, buckets)
+        every_shape(self._draft, self._target, self._forward, buckets, self.most)
         if self._inner is not None and self._forward is not None:
             every_inner_shape(self._draft, self._forward, self._inner.parts.forward, buckets)
 
@@ -78,10 +81,11 @@ class Speculation:
             self._inner.load()
 
     def launches(self, buckets: tuple[int, ...]) -> dict[Hashable, Callable[[], None]]:
-        """Return by name of its graph what the draft does of its own accord: the speculative step of each shape, the
-        draft's pass over a chunk of each bucket, catching up."""
+        """Return by name of its graph what the draft does of its own accord: the speculative step of each shape for
+        each number of sequences, the draft's pass over a chunk of each bucket, catching up."""
         found: dict[Hashable, Callable[[], None]] = {
-            ("speculate", number): self._parts.step(self._ops, shape) for number, shape in enumerate(self._draft.shapes)
+            ("speculate", number, count): self._parts.step(self._ops_of(count), shape)
+            for number, shape, count in self._steps()
         }
         if self._forward is not None:
             found |= {("draft", bucket): partial(after_chunk, self._ops, bucket) for bucket in buckets}
@@ -89,17 +93,32 @@ class Speculation:
         return found
 
     def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...], loop_end: Callable[..., None]) -> None:
-        """Capture the `launches`; `loop_end` is that of `StepKernels`. The first row of the target is the root.
+        """Capture the `launches`; `loop_end` is that of `StepKernels`. The first row of a tree is its root.
 
         A step with an inner draft, which has a loop of its own, is always a launch of its own.
         """
         launches = self.launches(buckets)
         if self._inner is None:
-            for number, shape in enumerate(self._draft.shapes):
-                name = "speculate", number
-                graphs.add_step(name, launches.pop(name), partial(loop_end, 1, shape.max_emitted))
+            for number, shape, count in self._steps():
+                name = "speculate", number, count
+                num_rows, num_words = 1 if count == 1 else count * shape.num_nodes, count * shape.max_emitted
+                graphs.add_step(name, launches.pop(name), partial(loop_end, num_rows, num_words))
         for other, launch in launches.items():
             graphs.add(other, launch)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of sequences, from 2 on, for which any shape's step is captured."""
+        return tuple(sorted({count for most in self.most for count in captured_counts(most)} - {1}))
+
+    def _steps(self) -> Iterator[tuple[int, TreeShape, int]]:
+        """Yield the steps that are captured: number of the shape, the shape, number of sequences."""
+        for number, (shape, most) in enumerate(zip(self._draft.shapes, self.most, strict=True)):
+            for count in captured_counts(most):
+                yield number, shape, count
+
+    def _ops_of(self, num_trees: int) -> DraftLaunches:
+        return self._ops if num_trees == 1 else self._several_ops(num_trees=num_trees)
 
     def fill_tables(self, capacity: int, position_limit: int) -> None:
         """Fill the buffers, on the current stream. `capacity`: positions that a slot's own pages hold."""
@@ -138,22 +157,23 @@ class Speculation:
                 self._run_catch_up(graphs, slot)
 
     def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...]) -> Answer:
-        """Start a step. `num_logprobs`: what its sequence asked for."""
-        (slot,) = step.slots
-        if self._forward is not None and self._waiting.before_speculation(slot):
-            self._run_catch_up(graphs, slot)
+        """Start a step. `num_logprobs`: what each of its sequences asked for."""
+        for slot in step.slots:
+            if self._forward is not None and self._waiting.before_speculation(slot):
+                self._run_catch_up(graphs, slot)
         self._rings.write_slots(SPECULATE, step.slots)
-        help_along: Callable[[], bool | None] | None
+        help_along: Callable[[], bool | None] | None = None
+        name = "speculate", step.shape, captured_count(len(step.slots), self.most[step.shape])
         if step.masks is not None:
             help_along = self._start_masked(graphs, step.shape, step.masks)
         elif self._inner is not None:
-            graphs.run(("speculate", step.shape))
-            help_along = None
+            graphs.run(name)
         else:
-            help_along = graphs.run_step(("speculate", step.shape), step.slots)
+            help_along = graphs.run_step(name, step.slots)
         emitted = self._max_emitted[step.shape]
-        self._waiting.accepted(slot, emitted)
-        return self._rings.sent(emitted, num_logprobs, help_along)
+        for slot in step.slots:
+            self._waiting.accepted(slot, emitted)
+        return self._rings.sent(emitted * len(step.slots), num_logprobs, help_along)
 
     def close(self) -> None:
         """Free the host's memory; the device must be done with it."""
@@ -164,7 +184,7 @@ class Speculation:
         """Start a step under masks, whose graph is captured when it is first needed."""
         if self._masked is None:
             ring = TreeRing(self._vocab_size)
-            self._masked = ring, self._masked_ops(ring=ring)
+            self._masked = ring, self._several_ops(ring=ring)
         ring, ops = self._masked
         key = "speculate under masks", shape
         if key not in self._captured:

@@ -6,6 +6,8 @@ from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.step.structs import struct
 
 MAX_TOP_K = 32
+MAX_TREES = 8
+"""Sequences of a speculative step."""
 
 DRAFT_TREE = struct(
     16,
@@ -17,6 +19,7 @@ DRAFT_TREE = struct(
     ("num_generated", "<i4"),
     ("num_steps", "<i4"),
     ("path_length", "<i4"),
+    ("sequence", "<u8"),
     ("frontier_masks", "<u8", (MAX_NODES,)),
     ("frontier", "<i4", (MAX_NODES,)),
     ("tokens", "<i4", (MAX_NODES,)),

@@ -87,17 +87,19 @@ def compress_keys(launch: Launcher, kv: KVPages, rows: Rows) -> None:
     )  # fmt: skip
 
 
-def compress_path(launch: Launcher, kv: KVPages, tree: DeviceArray, block_tables: DeviceArray) -> None:
-    """Store the compressed keys of the windows that end within the accepted path of the draft `tree`.
+def compress_path(
+    launch: Launcher, kv: KVPages, trees: DeviceArray, block_tables: DeviceArray, num_trees: int
+) -> None:
+    """Store the compressed keys of the windows that end within the accepted paths of the first draft `trees`.
 
     The arrays of `kv` are those of all layers [L, P, ...]; the keys of the path lie at their positions already.
     """
     assert kv.compressed is not None, "planned without sparse attention"
     keys = kv.scored_keys
     num_layers, num_pages, num_kv_heads, _, head_dim = keys.shape
-    constants = PageConstants(head_dim, isinstance(keys, Fp8Pages))
+    constants, blocks = PageConstants(head_dim, isinstance(keys, Fp8Pages)), (num_layers * num_kv_heads, _PATH_WINDOWS)
     launch(
-        COMPRESS_PATH, constants, (num_layers * num_kv_heads, _PATH_WINDOWS), head_dim // 2,
-        kv.compressed.k1, kv.compressed.k2, codes_of(keys), tree, block_tables,
+        COMPRESS_PATH, constants, blocks if num_trees == 1 else (*blocks, num_trees), head_dim // 2,
+        kv.compressed.k1, kv.compressed.k2, codes_of(keys), trees, block_tables,
         *map(np.int32, (num_pages, num_kv_heads, block_tables.shape[1])), *scales_of(keys),
     )  # fmt: skip

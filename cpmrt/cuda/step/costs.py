@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -25,8 +25,11 @@ _PROMPT = (0,) * 64
 PassSeconds = Callable[[int], tuple[float, float]]
 
 
-def measured_limits(executor: Executor, pass_seconds: PassSeconds, steps_per_launch: int) -> ExecutorLimits:
-    """Return the executor's limits with `step_seconds` and `step_parts`, from steps of a sequence made for this.
+def measured_limits(
+    executor: Executor, pass_seconds: PassSeconds, steps_per_launch: int, counts: Iterable[int]
+) -> ExecutorLimits:
+    """Return the executor's limits with `step_seconds` and `step_parts`, from steps of a sequence made for this, and
+    with `several_seconds` of `counts` sequences.
 
     Nobody else may use the executor meanwhile. `pass_seconds(shape)` measures the passes of the draft and those of the
     target in a step that has just been run. A shape that the context is too short for seems to cost only the passes.
@@ -43,7 +46,10 @@ def measured_limits(executor: Executor, pass_seconds: PassSeconds, steps_per_lau
         parts.append(StepParts(draft_s, verify_s, max(total - draft_s - verify_s, 0.0)))
     executor.submit(Release(_SLOT))
     run_ahead = limits.run_ahead if steps_per_launch > 1 else enough_in_flight(plain, limits.run_ahead)
-    return replace(limits, run_ahead=run_ahead, step_seconds=(plain, *totals), step_parts=tuple(parts))
+    several = tuple((count, _seconds_of_several(executor, count)) for count in counts)
+    return replace(
+        limits, run_ahead=run_ahead, step_seconds=(plain, *totals), step_parts=tuple(parts), several_seconds=several
+    )
 
 
 def enough_in_flight(step_s: float, at_most: int) -> int:
@@ -52,11 +58,33 @@ def enough_in_flight(step_s: float, at_most: int) -> int:
 
 
 def _seconds(executor: Executor, step: Step) -> float:
-    """Return the median time of single steps, each waited for: what run-ahead hides is alike for all."""
+    """Return the median time of steps of a new sequence."""
+    _begin(executor, _SLOT)
+    return _median_seconds(executor, step)
+
+
+def _seconds_of_several(executor: Executor, count: int) -> tuple[float, ...]:
+    """Return the times of a Decode step of so many sequences, and of a Speculate step of each shape that takes them."""
+    limits, slots = executor.limits, tuple(range(count))
+    for slot in slots:
+        _begin(executor, slot)
+    steps = {shape: Speculate(slots, shape) for shape in limits.shapes_for(count)}
+    plain = _median_seconds(executor, Decode(slots))
+    drafted = {shape: _median_seconds(executor, step) for shape, step in steps.items()}
+    for slot in slots:
+        executor.submit(Release(slot))
+    return (plain, *(drafted.get(shape, inf) for shape in range(len(limits.tree_shapes))))
+
+
+def _begin(executor: Executor, slot: int) -> None:
     limits = executor.limits
     prompt = _PROMPT[: max(1, min(limits.prefill_chunk, limits.max_context // 2))]
-    executor.submit(Admit(_SLOT, Sampling(), 0, limits.max_context - len(prompt), ()))
-    executor.submit(Prefill(_SLOT, prompt, 0, True)).wait()
+    executor.submit(Admit(slot, Sampling(), 0, limits.max_context - len(prompt), ()))
+    executor.submit(Prefill(slot, prompt, 0, True)).wait()
+
+
+def _median_seconds(executor: Executor, step: Step) -> float:
+    """Return the median time of single steps, each waited for: what run-ahead hides is alike for all."""
     times = []
     for _ in range(_WARM_UP + _TIMED):
         begun = perf_counter()

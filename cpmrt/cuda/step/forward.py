@@ -87,19 +87,19 @@ class StepForward:
             self.head(logits, x)
 
     def tree(self, num_rows: int) -> None:
-        """The nodes of a draft tree through every layer and the head."""
+        """The nodes of draft trees through every layer and the head."""
         places = (self._arrays[name][:num_rows] for name in ("locations", "tree_masks", "tree_base"))
         self.head(self._arrays["logits"][:num_rows], self._layers(num_rows, *places))
 
-    def path_accepted(self) -> None:
-        """Take in the path of a tree, whose keys and values are at their positions in pages of 16 bits: codes in fp8,
-        what sparse attention keeps of them, and recurrent states."""
+    def path_accepted(self, num_trees: int) -> None:
+        """Take in the path of each tree, whose keys and values are at their positions in pages of 16 bits: what sparse
+        attention keeps of them, and of one tree codes in fp8 and recurrent states."""
         a = self._arrays
         if "k_pages" in a or "k_codes" in a:
             pages, tree = kv_pages(a), (a["draft_tree"], a["block_tables"])
             accept_nodes(self._launch, pages, *tree)
             if pages.compressed is not None:
-                compress_path(self._launch, pages, *tree)
+                compress_path(self._launch, pages, *tree, num_trees)
         if "lightning_chain" in a:
             states, chain, decay = (a[f"lightning_{name}"] for name in ("states", "chain", "decay"))
             accept_chain(self._launch, states, chain, decay, a["draft_tree"])

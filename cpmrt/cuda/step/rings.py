@@ -99,7 +99,7 @@ class Rings:
     ) -> Answer:  # fmt: skip
         """Count the command just written, whose kernels are launched or wait to be. Returns what will answer it.
 
-        `num_words` words answer it, one for each slot or all for its only one. `num_logprobs`: what each sequence
+        `num_words` words answer it, as many for each slot. `num_logprobs`: what each sequence
         asked for, empty if there are no results. `help_along` is called while somebody waits, as long as it returns
         True: it launches a step that still waits, or says what the nodes of a tree may be. `is_screened`: the last word
         of the record says how many tokens a screened head computed exactly.
@@ -234,15 +234,16 @@ def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int]
 def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...]) -> StepResult:
     """Return what an answered command produced for its slots, one for each entry of `num_logprobs`.
 
-    One slot has all tokens, several have one each. Raises MaskError if a mask came too late or was not obeyed.
+    All slots have as many. Raises MaskError if a mask came too late or was not obeyed.
     """
     if len(tokens) == len(num_logprobs) and not any(num_logprobs):  # mostly, and then quickly
         found = [SlotResult((token,)) if token < NOTHING_ALLOWED else _without_token(token) for token in tokens]
         return StepResult(tuple(found))
-    if len(num_logprobs) == 1:
-        return StepResult((_slot_result(tokens, record, 0, num_logprobs[0]),))
-    rows = enumerate(num_logprobs)
-    return StepResult(tuple([_slot_result(tokens[row : row + 1], record, row, count) for row, count in rows]))
+    if not num_logprobs:
+        return StepResult()
+    each = len(tokens) // len(num_logprobs)
+    rows = zip(range(0, len(tokens), each), num_logprobs, strict=True)
+    return StepResult(tuple([_slot_result(tokens[row : row + each], record, row, count) for row, count in rows]))
 
 
 def _slot_result(tokens: list[int], record: np.void, first_row: int, num_logprobs: int) -> SlotResult:

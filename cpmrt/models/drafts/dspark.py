@@ -54,11 +54,12 @@ def tensor_specs(draft: DraftConfig) -> Iterator[TensorSpec]:
         yield names.weight("confidence_bias", "confidence_head.proj.bias", 1)
 
 
-def buffer_specs(draft: DraftConfig, max_rows: int) -> Iterator[BufferSpec]:
-    """Yield `context`, what keys and values of positions are made of, and `states`, the block's normalised outputs."""
+def buffer_specs(draft: DraftConfig, max_rows: int, block_rows: int) -> Iterator[BufferSpec]:
+    """Yield `context`, what keys and values of positions are made of, and `states`, the normalised outputs of a pass
+    over blocks of at most `block_rows` rows."""
     hidden = draft.layers_config.hidden_size
     yield BufferSpec("context", (max_rows, hidden), EMBED, QKV)
-    yield BufferSpec("states", (block_of(draft).size, hidden), HEAD, HEAD)
+    yield BufferSpec("states", (block_rows, hidden), HEAD, HEAD)
 
 
 @dataclass(frozen=True)

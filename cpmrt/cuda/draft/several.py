@@ -1,0 +1,53 @@
+"""How many sequences a speculative step has: at most so many of each tree shape, and some numbers that are captured."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from cpmrt.config import TreeShape
+from cpmrt.config.speculation import MAX_NODES
+from cpmrt.cuda.draft.structs import MAX_TREES
+from cpmrt.cuda.ops.kv import is_fp8
+from cpmrt.memory.caches import CacheLayout
+from cpmrt.models.draft import Draft
+
+_ALONE: dict[str, Callable[[Draft, CacheLayout], bool]] = {
+    "a small model with a draft of its own: its chain is a loop of steps": lambda draft, _: draft.inner is not None,
+    "keys and values in fp8: the nodes beside the pages are those of one tree": lambda _, caches: is_fp8(caches),
+    "recurrent states: the rows of a step are one chain": lambda _, caches: "lightning_chain" in caches.specs,
+}
+"""Why a step has one sequence only."""
+
+
+def most_sequences(draft: Draft, caches: CacheLayout) -> tuple[int, ...]:
+    """Return for each tree shape of a draft how many sequences a step may have; `caches` are the target's."""
+    if any(is_so(draft, caches) for is_so in _ALONE.values()):
+        return (1,) * len(draft.shapes)
+    return tuple(
+        max(1, min(caches.max_sequences, MAX_TREES, MAX_NODES // _most_rows(draft, shape))) for shape in draft.shapes
+    )
+
+
+def captured_counts(most: int) -> tuple[int, ...]:
+    """Return the numbers of sequences for which a step is captured, where it may have `most`."""
+    return (*(count for count in (1, 2, 4) if count < most), most)
+
+
+def captured_count(num_sequences: int, most: int) -> int:
+    """Return for how many sequences the step is captured that so many take."""
+    counts = captured_counts(most)
+    return counts[bisect_left(counts, num_sequences)]
+
+
+def _most_rows(draft: Draft, shape: TreeShape) -> int:
+    """Return the rows that a sequence has in the largest pass of a step."""
+    if draft.config.decoder is None:
+        return shape.num_nodes
+    frontier = shape.top_k if shape.num_passes > 1 else 1
+    return max(shape.num_nodes, waiting_rows(draft), draft.block_rows or frontier)
+
+
+def waiting_rows(draft: Draft) -> int:
+    """Tokens that the draft has not seen when a speculative step begins, at most: what a step before may have given."""
+    return max(shape.max_emitted for shape in draft.shapes)
