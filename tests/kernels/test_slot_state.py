@@ -10,7 +10,7 @@ from cpmrt.config.speculation import MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build import nvrtc
 from cpmrt.cuda.build.source import with_headers
-from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K
+from cpmrt.cuda.draft.structs import DRAFT_TREE, MAX_TOP_K, MAX_TREES
 from cpmrt.cuda.step import structs as ss
 from cpmrt.cuda.step.commands import command_bytes, slot_state, write_slots, write_step
 from cpmrt.cuda.step.rings import answered_tokens, step_result
@@ -51,6 +51,7 @@ CONSTANTS = {
     "kMaxNodes": MAX_NODES,
     "kMaxCandidates": MAX_CANDIDATES,
     "kMaxTopK": MAX_TOP_K,
+    "kMaxTrees": MAX_TREES,
 }
 
 
@@ -164,7 +165,7 @@ def test_answers_are_told_apart_by_their_number() -> None:
 
 
 def test_tokens_belong_to_slots() -> None:
-    """Several slots have a word each; one has all of them, and those that it did not emit at the end."""
+    """Every slot has as many words, and those that it did not emit at the end."""
     record = np.zeros(1, ss.RESULT_RECORD)[0]
     record["logprobs"]["logprob"][:3] = [-1, -2, -3]
     record["logprobs"]["num_top"][1] = 1
@@ -181,6 +182,12 @@ def test_tokens_belong_to_slots() -> None:
     emitted = SlotResult((9, 8), (TokenLogprobs(9, -1.0), with_logprobs))
     assert step_result([9, 8, ss.NO_TOKEN], record, (1,)).slots == (emitted,)
     assert step_result([ss.NO_TOKEN], record, ()).slots == ()
+    assert step_result([9, 8, 7, ss.NO_TOKEN, ss.NO_TOKEN, ss.NO_TOKEN], record, (0, 2, 1)).slots == (
+        SlotResult((9, 8)), SlotResult((7,), (TokenLogprobs(7, -3.0),)), none,
+    )  # fmt: skip
+    assert step_result([9, ss.NON_FINITE, 7, 6], record, (0, 0)).slots == (
+        SlotResult((9,), non_finite=True), SlotResult((7, 6)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("code", "message"), [

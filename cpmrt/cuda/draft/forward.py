@@ -187,7 +187,7 @@ class DraftForward:
 
     def block(self, num_rows: int) -> None:
         """Run the rows of blocks; their outputs and logits are `block_states` and `logits`."""
-        self._model.block(self._ops, replace(self._rows(num_rows), reach=self._arrays["draft_reach"]))
+        self._model.block(self._ops, replace(self._rows(num_rows), reach=self._arrays["draft_reach"][:num_rows]))
 
     def block_states(self, num_rows: int) -> DeviceArray:
         """Return the normalised outputs of the last blocks."""
