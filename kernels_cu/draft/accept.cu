@@ -117,9 +117,9 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
 
 // Block 0 of a tree: state, history, counts and result. The first tree's counts the command; the others do not read that
 // count, which may have changed by then.
-DEVICE void finish_step(const Path& path, DraftTree* tree, int index, SlotState* states, uint32_t* token_counts, int32_t* history,
-                        int32_t* carry_counts, const TokenLogprobs* node_logprobs, ResultRecord* results,
-                        StepContext* context, int num_words) {
+DEVICE void finish_step(const Path& path, DraftTree* tree, int index, SlotState* states, uint32_t* token_counts,
+                        int32_t* history, int32_t* carry_counts, const TokenLogprobs* node_logprobs,
+                        ResultRecord* results, StepContext* context, int num_words) {
   const int slot = tree->slot, length = slot < 0 ? 0 : path.length, i = threadIdx.x;
   const uint64_t sequence = tree->sequence;
   const int first_word = index * num_words;
@@ -228,8 +228,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         [&](int j) { return first + pages.offset(table, root + j); });
   } else if (carry_hidden && column < width) {
     scalar_t* kept = carry_hidden + static_cast<int64_t>(slot) * kMaxNodes * width + column;
+    const scalar_t* states_of_tree = hidden + static_cast<int64_t>(index) * tree_size * width + column;
     move_rows(
-        0, path.length, [&](int j) { return hidden + static_cast<int64_t>(index * tree_size + path.nodes[j]) * width + column; },
+        0, path.length, [&](int j) { return states_of_tree + static_cast<int64_t>(path.nodes[j]) * width; },
         [&](int j) { return kept + static_cast<int64_t>(j) * width; });
   }
 }
