@@ -93,8 +93,9 @@ class TreeShape:
         return cls(length, 1, length + 1)
 
 
-# A tree as CPM.cu's first; then what pays off where drafts are cheaper to verify, or more often right, than usual.
-_TREES = (TreeShape(2, 10, 12), TreeShape(1, 8, 8), TreeShape(3, 8, 24), TreeShape(4, 10, 32))
+# A tree as CPM.cu's first; then what pays off where each node counts, as with several sequences in a step, and where
+# drafts are cheaper to verify, or more often right, than usual.
+_TREES = (TreeShape(2, 10, 12), TreeShape(3, 3, 6), TreeShape(3, 8, 24), TreeShape(4, 10, 32))
 DEFAULT_SHAPES: dict[str, tuple[TreeShape, ...]] = {
     "eagle2": _TREES,
     "eagle3": _TREES,
