@@ -175,7 +175,7 @@ def test_compressed_keys_of_an_accepted_path(
     arrays = [cuda.array(values, dtype) for values in expected]
     compress_path(
         cuda.launcher(dtype), KVPages(uploaded(cuda, keys), None, CompressedKeys(*arrays)),
-        tree_struct(cuda, 0, root, list(range(length))), cuda.array(layers[0].tables),
+        tree_struct(cuda, 0, root, list(range(length))), cuda.array(layers[0].tables), 1,
     )  # fmt: skip
     for number, layer in enumerate(layers):
         k1, k2 = (values[number] for values in expected)

@@ -87,7 +87,7 @@ def test_an_accepted_path_in_every_layer(
     pages = KVPages(arrays["k_pages"], None, compressed)
     for is_there in (False, True):
         tree["slot"] = 1 if is_there else -1
-        compress_path(cuda.launcher(dtype), pages, cuda.array(tree.view(np.uint8)), arrays["block_tables"])
+        compress_path(cuda.launcher(dtype), pages, cuda.array(tree.view(np.uint8)), arrays["block_tables"], 1)
         if is_there:
             for number in range(3):
                 path = range(root, root + length)
