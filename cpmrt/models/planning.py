@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.engine import FP8
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.errors import ConfigError
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
@@ -114,6 +115,8 @@ def plan_model(
     tables = [table.spec for table in decoder.tables(config, max_context, max_context)]
     tables += needs.tables(max_context)
     chain_rows = draft.max_tree_size if draft else 0
+    if needs.num_drafting > 1 and engine.kv_dtype == FP8:
+        chain_rows = MAX_NODES  # those of all trees of a step
     sizes = max_context, engine.max_sequences, engine.kv_dtype
     caches, of_drafts = decoder.cache_layout(config, *sizes, chain_rows=chain_rows), dict[str, CacheLayout | None]()
     if draft is not None:

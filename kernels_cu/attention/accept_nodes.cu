@@ -1,4 +1,4 @@
-// accept_nodes: the accepted path of a draft tree into pages in fp8, from the codes that its nodes were kept in.
+// accept_nodes: the accepted path of each draft tree into pages in fp8, from the codes that its nodes were kept in.
 //
 // codes[l, p, head, i] = nodes[l, path[j], head] and, for i = 0, scales[l, p, head] = node_scales[l, path[j], head], where
 // P + j, j = 0 .. path_length - 1, is place i of page p of the slot; keys and values alike
@@ -7,10 +7,10 @@
 // k_scales       [layers, P, K heads] float32; v_scales likewise
 // k_nodes        [layers, N, K heads, D] e4m3; v_nodes likewise
 // k_node_scales  [layers, N, K heads] float32; v_node_scales likewise
-// tree           DraftTree: slot (-1: nothing is stored), position P of the root, path and its length
+// trees          [n] DraftTree, nodes of tree t from tree_nodes * t on: slot (-1: nothing is stored), position P of the root, path and its length
 // block_tables   [B, pages_per_sequence] int32
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128
-// grid           (layers * K heads, 2: keys, values); block 64; no shared memory
+// grid           (layers * K heads, 2: keys, values, n); block 64; no shared memory
 // numerics       bytes are copied
 // oracle         fp8_pages.accept_nodes
 // source         original
@@ -29,10 +29,11 @@ constexpr int kChunks = HEAD_DIM / 16;  // of 16 codes
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(accept_nodes)(uint8_t* k_codes, uint8_t* v_codes, float* k_scales, float* v_scales, const uint8_t* k_nodes,
                          const uint8_t* v_nodes, const float* k_node_scales, const float* v_node_scales,
-                         const DraftTree* tree, const int32_t* block_tables, int num_pages, int num_nodes,
-                         int num_kv_heads, int pages_per_sequence) {
+                         const DraftTree* trees, const int32_t* block_tables, int num_pages, int num_nodes,
+                         int num_kv_heads, int pages_per_sequence, int tree_nodes) {
   pdl_wait();
   pdl_launch_dependents();
+  const DraftTree* tree = trees + blockIdx.z;
   const int slot = tree->slot, root = tree->position, length = tree->path_length;
   if (slot < 0) return;
   const bool is_value = blockIdx.y == 1;
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < length * kChunks; i += kThreads) {
     const int step = i / kChunks, chunk = i % kChunks, token = (root + step) % kPageTokens;
     const int64_t page = (layer * num_pages + block_table[(root + step) / kPageTokens]) * num_kv_heads + head;
-    const int64_t node = (layer * num_nodes + tree->path[step]) * num_kv_heads + head;
+    const int64_t node = (layer * num_nodes + blockIdx.z * tree_nodes + tree->path[step]) * num_kv_heads + head;
     store16(codes + (page * kPageTokens + token) * HEAD_DIM + chunk * 16, load16_written(nodes + node * HEAD_DIM + chunk * 16));
     if (token == 0 && chunk == 0) scales[page] = node_scales[node];
   }

@@ -12,7 +12,8 @@
 // q              [T, H*D] scalar_t row-major
 // k_pages        [P, K heads, 64, D] scalar_t, or e4m3 codes with FP8; v_pages likewise
 // k_scales       [P, K heads] float32, powers of two that codes are multiplied by, with FP8 only; v_scales likewise
-// k_nodes        [N, K heads, D] e4m3 codes of the nodes of the one tree, with FP8 and TREE only; v_nodes likewise
+// k_nodes        [N, K heads, D] e4m3 codes of the step's rows, with FP8 and TREE only: node 0 of a tree is its slot's first
+//                row; v_nodes likewise
 // k_node_scales  [N, K heads] float32: the scale of the page that the node's path gives it; v_node_scales likewise
 // positions      [T] int32; slots [T] int32; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits;
@@ -53,6 +54,7 @@ static_assert(!SELECTED || WINDOW == 0, "a row chooses among all its blocks");
 static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 
 #include "decode_block.cuh"
+#include "tree_rows.cuh"
 
 #if IN_CLUSTERS
 #define CLUSTER_LAUNCH __cluster_dims__(kCluster, 1, 1)
@@ -151,7 +153,8 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
   __shared__ int64_t path_table[kMaxNodes];
   Path path = {path_table, base, base - skipped, mask};
 #if FP8 && TREE
-  path.k_nodes = k_nodes + kv_head * HEAD_DIM, path.v_nodes = v_nodes + kv_head * HEAD_DIM;
+  const int64_t first_node = static_cast<int64_t>(first_row_of(slots, slot, num_rows)) * num_kv_heads + kv_head;
+  path.k_nodes = k_nodes + first_node * HEAD_DIM, path.v_nodes = v_nodes + first_node * HEAD_DIM;
 #endif
   const int64_t unit = blockIdx.y;
   Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
@@ -174,7 +177,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
 #if FP8
   stream.scales = {k_scales + kv_head, v_scales + kv_head, num_kv_heads};
 #if TREE
-  stream.scales.k_node_scales = k_node_scales + kv_head, stream.scales.v_node_scales = v_node_scales + kv_head;
+  stream.scales.k_node_scales = k_node_scales + first_node, stream.scales.v_node_scales = v_node_scales + first_node;
 #endif
 #endif
   WarpState state;

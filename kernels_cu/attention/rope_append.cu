@@ -4,9 +4,9 @@
 //             then out[d] = h[d] cos - h[d+D/2] sin, out[d+D/2] = h[d+D/2] cos + h[d] sin of position t;
 //             q[t, head] = out; k_pages, v_pages at (block_tables[slots[t]][l / 64], kv head, l % 64) = out, l = locations[t],
 //             with FP8 the e4m3 code of out / scale: page_scale() of the largest magnitude of the page's first token;
-//             with TREE row t is node t of a draft tree, and codes and scales go to k_pages[t], node_scales[t] instead,
+//             with TREE rows are nodes of draft trees, each slot's one behind another, and codes and scales go to k_pages[t], node_scales[t] instead,
 //             the page's first token being that of the node's path: node i, i the n-th set bit of tree_masks[t], is at
-//             position tree_base[t] + n;
+//             position tree_base[t] + n; node 0 is the slot's first row;
 //             q_nope, nope_pages at the places of q and keys = h
 //   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; q_nope, nope_pages like q and k_pages, or
 //             null; qkv (T, (H + 2K) * D) scalar_t: q, k, v heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos, sin;
@@ -194,7 +194,11 @@ extern "C" __global__ void __launch_bounds__(256)
 #ifdef TREE
   const int first_step = position / kPageTokens * kPageTokens - tree_base[row];
   const bool has_first = slot >= 0 && first_step >= 0;
-  const int first_row = has_first ? node_of(tree_masks[row], first_step) : -1;
+  int first_row = -1;
+  if (has_first) {
+    first_row = node_of(tree_masks[row], first_step);
+    for (int before = 0; slots[before] != slot; before++) first_row++;  // rows of other trees
+  }
 #else
   // In a launch rows of one slot are consecutive positions.
   const int first_row = row - position % kPageTokens;

@@ -30,6 +30,7 @@
 #endif
 #include "attention.cuh"
 #include "e4m3.cuh"
+#include "tree_rows.cuh"
 #include "window_mean.cuh"
 
 #ifdef FP8
@@ -244,8 +245,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
     const int64_t page_stride = static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM);
     TreeKeys path_keys = {k_pages + kv_head * (kPageTokens * HEAD_DIM), block_table, page_stride, base};
 #ifdef FP8
-    path_keys.nodes = k_nodes + kv_head * HEAD_DIM, path_keys.num_kv_heads = num_kv_heads;
-    path_keys.scales = k_scales + kv_head, path_keys.node_scales = k_node_scales + kv_head;
+    const int64_t first_node = static_cast<int64_t>(first_row_of(slots, work.slot, num_rows)) * num_kv_heads + kv_head;
+    path_keys.nodes = k_nodes + first_node * HEAD_DIM, path_keys.num_kv_heads = num_kv_heads;
+    path_keys.scales = k_scales + kv_head, path_keys.node_scales = k_node_scales + first_node;
 #endif
     mean_of_path(path_mean, path_keys, (of_path - 1) * kPageTokens, tree_masks[work.row]);
     __syncwarp();

@@ -299,8 +299,9 @@ KERNEL(tree_attention)(scalar_t* __restrict__ out, float* partials, int* arrival
     pages.base = group.base;
 #if FP8
     pages.scales = {k_scales + heads.kv_head, v_scales + heads.kv_head, num_kv_heads};
-    pages.nodes = {k_nodes + heads.kv_head * HEAD_DIM, v_nodes + heads.kv_head * HEAD_DIM,
-                   k_node_scales + heads.kv_head, v_node_scales + heads.kv_head, num_kv_heads};
+    const int64_t first_node = static_cast<int64_t>(group.first_row) * num_kv_heads + heads.kv_head;
+    pages.nodes = {k_nodes + first_node * HEAD_DIM, v_nodes + first_node * HEAD_DIM, k_node_scales + first_node,
+                   v_node_scales + first_node, num_kv_heads};
 #endif
     if (threadIdx.x < 32) group.describe(step_rows, members);
     if (group.is_old) pages.fill();

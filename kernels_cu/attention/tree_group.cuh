@@ -73,6 +73,7 @@ struct Nodes {
 struct Group {
   uint64_t rows;  // one bit each
   int slot, base, cluster;
+  int first_row;  // of the slot: node 0, with FP8 only
   int length;     // of the longest row
   int num_nodes;  // up to the last one that is on a path
   bool is_old;    // the keys before the base were in the cache before this step
@@ -136,6 +137,9 @@ struct Group {
       if ((all.seeing >> row & 1) && all.slot[i] == slot) oldest = min(oldest, all.base[i]);
     }
     rows = ballot(chosen[0], chosen[1]);
+#if FP8
+    first_row = __ffsll(all.with(all.slot, slot)) - 1;
+#endif
     length = __reduce_max_sync(kAllLanes, longest);
     const uint32_t low = __reduce_or_sync(kAllLanes, (uint32_t)nodes);
     const uint32_t high = __reduce_or_sync(kAllLanes, (uint32_t)(nodes >> 32));

@@ -22,6 +22,7 @@ TREES = [(2, 4, 6), (3, 2, 8), (1, 4, 5), (4, 10, 32)]
 CHAINS = [(4, 1, 5), (1, 1, 2), (3, 1, 3)]
 WIDE, FP8 = ", wide", ", fp8"
 """Behind a row's name: in the sizes of 4-bit weights; with keys and values in fp8."""
+SPARSE = {"topk": 3, "window_size": 64, "init_blocks": 1, "dense_len": -1}
 W4 = {"bits": 4, "group_size": 64, "quant_method": "gptq", "desc_act": False, "sym": True}
 RANDOM = np.random.default_rng(11)
 PROMPTS = [tuple(RANDOM.integers(3, 99, count).tolist()) for count in (1, 40, 64, 131)]
@@ -144,30 +145,27 @@ def test_several_sequences_in_a_step_get_what_they_get_alone(open_llm, draft, co
 @pytest.mark.parametrize(("row", "is_w4", "settings"), [
     ("minicpm", True, {}), ("qwen3", False, {}), ("minicpm3", False, {}), ("minicpm_experts", True, {}),
     ("minicpm", False, {"cuda_graphs": False}), ("minicpm", False, {"dependent_launch": False}),
-    ("minicpm", False, {"sparse": {"topk": 3, "window_size": 64, "init_blocks": 1, "dense_len": -1}}),
+    ("minicpm", False, {"sparse": SPARSE}), (f"minicpm{FP8}", False, {}), (f"qwen3{FP8}", False, {}),
+    (f"minicpm{FP8}", False, {"sparse": SPARSE}),
 ], ids=str)  # fmt: skip
 def test_several_sequences_of_other_models_and_settings(open_llm, row, is_w4, settings):
     alone = open_llm(row, is_w4=is_w4, dtype="bfloat16", **settings).executor
     for draft in ("eagle3", "lookup"):
         executor = open_llm(row, draft, is_w4=is_w4, dtype="bfloat16", max_sequences=5, **settings).executor
-        check_together(executor, alone, 3)
+        for count in (3, 5):
+            check_together(executor, alone, count)
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("draft", ["eagle2", "lookup"])
-def test_several_sequences_up_to_the_last_position_of_the_context(open_llm, draft):
+def test_several_sequences_up_to_the_last_position_of_the_context(open_llm, draft, kv_dtype):
     """Each at a distance of its own: nobody's keys land in another's pages."""
-    settings = {"max_context": 134, "dtype": "bfloat16"}
+    settings = {"max_context": 134, "dtype": "bfloat16", "kv_dtype": kv_dtype}
     executor = open_llm("minicpm", draft, max_sequences=4, **settings).executor
     alone, text = open_llm("minicpm", **settings).executor, PROMPTS[3] * 2
     cases = [(text[: 134 - count], Sampling(), count) for count in (3, 20, 11, 30)]
     for (found, _), (prompt, sampling, count) in zip(together(executor, cases, (0, 1)), cases, strict=True):
         assert found == generate(alone, prompt, sampling, count=count)[0] and len(found[0]) == count
-
-
-@pytest.mark.parametrize(("row", "draft"), [(f"minicpm{FP8}", "eagle2"), (f"minicpm{FP8}", "lookup")])
-def test_where_a_step_has_one_sequence_only(open_llm, row, draft):
-    limits = open_llm(row, draft, dtype="bfloat16", max_sequences=4).executor.limits
-    assert set(limits.max_drafting) == {1} and not limits.shapes_for(2)
 
 
 @pytest.mark.parametrize("draft", DRAFTS)

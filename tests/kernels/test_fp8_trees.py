@@ -145,7 +145,8 @@ def test_an_accepted_path_in_every_layer(cuda: Any, head_dim: int, root: int, pa
     device = [uploaded(cuda, part) for part in made]
     block_tables = cuda.array(tables)
     for slot in (-1, 1):
-        accept_nodes(cuda.launcher(DType.BFLOAT16), KVPages(*device), tree_struct(cuda, slot, root, path), block_tables)
+        tree = tree_struct(cuda, slot, root, path)
+        accept_nodes(cuda.launcher(DType.BFLOAT16), KVPages(*device), tree, block_tables, 1, 64)
         for part, expected in zip(device, made, strict=True):
             for layer in range(layers if slot >= 0 else 0):
                 of_layer = Fp8Pages(*(
@@ -154,6 +155,34 @@ def test_an_accepted_path_in_every_layer(cuda: Any, head_dim: int, root: int, pa
                 fp8_pages.accept_nodes(of_layer, tables[1], root, path)
             np.testing.assert_array_equal(cuda.numpy(part.codes), expected.codes)
             np.testing.assert_array_equal(cuda.numpy(part.scales), expected.scales)
+
+
+def test_accepted_paths_of_two_trees(cuda: Any) -> None:
+    """Each from its own nodes, which lie behind those of the tree before, into its own slot."""
+    rng, tables, paths = np.random.default_rng(6), np.array([[0, 2], [4, 1], [3, 5]], np.int32), ([0, 1, 4], [0, 2])
+    shapes = ((2, 6, 2, PAGE_SIZE, 64), (2, 6, 2), (2, 10, 2, 64), (2, 10, 2))
+    made = [
+        Fp8Pages(*(
+            rng.integers(0, 256, shape, np.uint8) if len(shape) > 3 else rng.random(shape, np.float32)
+            for shape in shapes
+        ))
+        for _ in "kv"
+    ]  # fmt: skip
+    trees = np.zeros(2, DRAFT_TREE)
+    for index, (slot, root) in enumerate(((2, 62), (0, 63))):
+        trees[index]["slot"], trees[index]["position"] = slot, root
+        trees[index]["path_length"], trees[index]["path"][: len(paths[index])] = len(paths[index]), paths[index]
+    device = [uploaded(cuda, part) for part in made]
+    launcher = cuda.launcher(DType.BFLOAT16)
+    accept_nodes(launcher, KVPages(*device), cuda.array(trees.view(np.uint8)), cuda.array(tables), 2, 5)
+    for part, expected in zip(device, made, strict=True):
+        for layer in range(2):
+            for index, (slot, root) in enumerate(((2, 62), (0, 63))):
+                nodes = (array[layer, 5 * index :] for array in (expected.nodes, expected.node_scales))
+                of_tree = Fp8Pages(expected.codes[layer], expected.scales[layer], *nodes)
+                fp8_pages.accept_nodes(of_tree, tables[slot], root, paths[index])
+        np.testing.assert_array_equal(cuda.numpy(part.codes), expected.codes)
+        np.testing.assert_array_equal(cuda.numpy(part.scales), expected.scales)
 
 
 # ---- sparse attention ----

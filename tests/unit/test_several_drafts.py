@@ -84,7 +84,6 @@ def test_what_keeps_a_step_to_one_sequence(blueprint_of: Any) -> None:
     recurrent = sala | {"num_hidden_layers": 2, "mixer_types": sala["mixer_types"][:2]}
     inner = {"shapes": [(3, 1, 4)], "inner": "lookup"}
     for blueprint in (
-        blueprint_of("eagle2", kv_dtype="fp8"),
         blueprint_of("lookup", target=recurrent),
         blueprint_of("small", inner),
     ):

@@ -210,7 +210,7 @@ class DraftForward:
         """Run the nodes of a tree that was drafted for a small model; all have logits."""
         self.frontier(num_rows)
 
-    def path_accepted(self, num_trees: int) -> None:
+    def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
         """Do nothing: a small model's keys and values are in 16 bits, and those of the path are at their positions."""
 
     def outputs(self, rows: slice) -> DeviceArray | None:
@@ -257,8 +257,8 @@ class TreeForward(Protocol):
         """Run the nodes of draft trees; all have logits."""
         ...
 
-    def path_accepted(self, num_trees: int) -> None:
-        """Take in the path of each tree, whose keys and values are at their positions."""
+    def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
+        """Take in the path of each tree of so many nodes, whose keys and values are at their positions."""
         ...
 
 
@@ -277,7 +277,7 @@ def every_shape(
              for count in captured_counts(at_most)]  # fmt: skip
     for shape, count in steps:
         target.tree(count * shape.num_nodes)
-    target.path_accepted(1)
+    target.path_accepted(1, draft.max_tree_size)
     if forward is None:
         return
     for bucket in buckets:

@@ -178,7 +178,7 @@ class DraftLaunches:
     def accept(self, shape: TreeShape) -> None:
         hidden = self._hidden(shape.num_nodes * self._num_trees)
         self._kernels.accept(shape, hidden, self._draft.forced_accept, self._num_trees)
-        self._target.path_accepted(self._num_trees)
+        self._target.path_accepted(self._num_trees, shape.num_nodes)
 
     def catch_up_begin(self, num_rows: int) -> None:
         self._kernels.catch_up_begin(num_rows, self._hidden(num_rows))

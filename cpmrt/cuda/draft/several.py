@@ -8,13 +8,11 @@ from collections.abc import Callable
 from cpmrt.config import TreeShape
 from cpmrt.config.speculation import MAX_NODES
 from cpmrt.cuda.draft.structs import MAX_TREES
-from cpmrt.cuda.ops.kv import is_fp8
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.draft import Draft
 
 _ALONE: dict[str, Callable[[Draft, CacheLayout], bool]] = {
     "a small model with a draft of its own: its chain is a loop of steps": lambda draft, _: draft.inner is not None,
-    "keys and values in fp8: the nodes beside the pages are those of one tree": lambda _, caches: is_fp8(caches),
     "recurrent states: the rows of a step are one chain": lambda _, caches: "lightning_chain" in caches.specs,
 }
 """Why a step has one sequence only."""

@@ -56,18 +56,20 @@ def nodes_of(*pages: DeviceArray | Fp8Pages) -> tuple[DeviceArray, ...]:
     return (*(part.nodes for part in beside), *(part.node_scales for part in beside))
 
 
-def accept_nodes(launch: Launcher, kv: KVPages, tree: DeviceArray, block_tables: DeviceArray) -> None:
-    """Store the nodes of the accepted path of the draft `tree` in fp8 pages.
+def accept_nodes(
+    launch: Launcher, kv: KVPages, trees: DeviceArray, block_tables: DeviceArray, num_trees: int, tree_nodes: int
+) -> None:
+    """Store the nodes of the accepted paths of the first draft `trees`, of `tree_nodes` each, in fp8 pages.
 
-    The arrays of `kv` are those of all layers [L, P, ...]. Pages in 16 bits have the path already.
+    The arrays of `kv` are those of all layers [L, P, ...]. Pages in 16 bits have the paths already.
     """
     if not isinstance(kv.k, Fp8Pages):
         return
     num_layers, num_pages, num_kv_heads, _, head_dim = kv.k.shape
-    sizes = num_pages, kv.k.nodes.shape[1], num_kv_heads, block_tables.shape[1]
+    sizes = num_pages, kv.k.nodes.shape[1], num_kv_heads, block_tables.shape[1], tree_nodes
     launch(
-        ACCEPT_NODES, {"HEAD_DIM": head_dim}, (num_layers * num_kv_heads, 2), _COPY_THREADS,
-        codes_of(kv.k), codes_of(kv.v), *scales_of(kv.k, kv.v), *nodes_of(kv.k, kv.v), tree, block_tables,
+        ACCEPT_NODES, {"HEAD_DIM": head_dim}, (num_layers * num_kv_heads, 2, num_trees), _COPY_THREADS,
+        codes_of(kv.k), codes_of(kv.v), *scales_of(kv.k, kv.v), *nodes_of(kv.k, kv.v), trees, block_tables,
         *map(np.int32, sizes),
     )  # fmt: skip
 
@@ -97,9 +99,9 @@ def compress_path(
     assert kv.compressed is not None, "planned without sparse attention"
     keys = kv.scored_keys
     num_layers, num_pages, num_kv_heads, _, head_dim = keys.shape
-    constants, blocks = PageConstants(head_dim, isinstance(keys, Fp8Pages)), (num_layers * num_kv_heads, _PATH_WINDOWS)
+    constants = PageConstants(head_dim, isinstance(keys, Fp8Pages))
     launch(
-        COMPRESS_PATH, constants, blocks if num_trees == 1 else (*blocks, num_trees), head_dim // 2,
+        COMPRESS_PATH, constants, (num_layers * num_kv_heads, _PATH_WINDOWS, num_trees), head_dim // 2,
         kv.compressed.k1, kv.compressed.k2, codes_of(keys), trees, block_tables,
         *map(np.int32, (num_pages, num_kv_heads, block_tables.shape[1])), *scales_of(keys),
     )  # fmt: skip

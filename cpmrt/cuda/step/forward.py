@@ -91,13 +91,13 @@ class StepForward:
         places = (self._arrays[name][:num_rows] for name in ("locations", "tree_masks", "tree_base"))
         self.head(self._arrays["logits"][:num_rows], self._layers(num_rows, *places))
 
-    def path_accepted(self, num_trees: int) -> None:
-        """Take in the path of each tree, whose keys and values are at their positions in pages of 16 bits: what sparse
-        attention keeps of them, and of one tree codes in fp8 and recurrent states."""
+    def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
+        """Take in the path of each tree of so many nodes, whose keys and values are at their positions in pages of 16
+        bits: codes in fp8, what sparse attention keeps of them, and of one tree recurrent states."""
         a = self._arrays
         if "k_pages" in a or "k_codes" in a:
             pages, tree = kv_pages(a), (a["draft_tree"], a["block_tables"])
-            accept_nodes(self._launch, pages, *tree)
+            accept_nodes(self._launch, pages, *tree, num_trees, tree_nodes)
             if pages.compressed is not None:
                 compress_path(self._launch, pages, *tree, num_trees)
         if "lightning_chain" in a:
