@@ -10,20 +10,14 @@
 // Where what the filters keep begins, on the scale of estimates of z: tokens from `least` on are kept from `sure` on, and between the
 // two their z says whether they are.
 struct Estimates {
-  float inverse, least, sure;
+  float least, sure;
   float margin;  // by which the largest z + noise of a warp may seem less than another's
 
   template <typename Counts>
   DEVICE Estimates(const Row<Counts>& row, Cut cut, float least_z) {
-    // An estimate of z is wrong by 2^-22 of it at most, and of what can be the largest z + noise z is within 26 of the maximum.
-    const float size = fabsf(row.maximum), minus_infinity = __uint_as_float(0xFF800000u);
-    margin = 1e-4f + 1e-6f * size;
-    inverse = row.temperature == 1.0f ? 1.0f : __frcp_rn(row.temperature);
-    const float next_step = cut.step == kTail ? minus_infinity : row.maximum - (cut.step + 1) * kStep;
-    const float of_key = cut.key == 0 ? minus_infinity : unordered(cut.key);
-    const float of_cut = fminf(fmaxf(of_key, next_step), row.maximum - cut.step * kStep);
-    const float edge = fmaxf(of_cut, least_z), room = edge == minus_infinity ? 0.0f : 1e-4f + 1e-6f * (size + fabsf(edge));
+    const float edge = fmaxf(row.least_kept(cut), least_z), room = row.doubt(edge);
     least = edge - room, sure = edge + room;
+    margin = 1e-4f + 1e-6f * fabsf(row.maximum);   // z of what can be the largest is within 26 of the maximum
   }
 };
 
@@ -79,15 +73,11 @@ DEVICE int draw(Row<Counts>& row, Cut cut, float log_min_p) {
   Seeming seeming = {minus_infinity, minus_infinity, 0, 0};
 #pragma unroll 1
   for (int group = row.first_group(); group < row.end_group(); group += kThreads) {
-    float z[4];
-    load_logits<VOCAB>(z, row.logits, group);
+    float values[4], z[4];
+    row.estimate(values, z, group);
     bool has_any = false, has_doubtful = false;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int token = group * 4 + i;
-      const bool exists = VOCAB % 4 == 0 || token < VOCAB;
-      if ((Counts::kIsMasked || row.is_adjusted) && exists) z[i] = row.penalise(z[i], token);
-      z[i] = exists ? z[i] * estimates.inverse : minus_infinity;
       has_any = has_any || z[i] >= estimates.least;
       has_doubtful = has_doubtful || (z[i] >= estimates.least && !(z[i] >= estimates.sure));
     }

@@ -17,7 +17,8 @@
 //   layout    the blocks of a row each own a run of its tokens and read it again for every pass (it stays in L2: one
 //             row of 73,448 logits is 37 KB a block). A threshold is found digit by digit: first equal steps of z below
 //             the maximum, which spread the tokens evenly where bits of the float would not, then bits of the float
-//             inside one step. A digit that holds a single token ends the search, mostly the first or second.
+//             inside one step. A digit that holds a single token ends the search, mostly the first or second. Most
+//             tokens are too small for a digit, or for the draw: an estimate of their z, without a division, says so
 #if !defined(VOCAB) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif

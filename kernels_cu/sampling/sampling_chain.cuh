@@ -9,15 +9,16 @@ DEVICE void clear_histogram(Shared* shared) {
   __syncthreads();
 }
 
-template <bool MASS>
-DEVICE void add_token(Shared* shared, int bin, float below_maximum) {
-  atomicAdd(&shared->counts[bin], 1u);
-  if (!MASS) return;
-  const uint64_t mass = mass_of(below_maximum);
+DEVICE void add_mass(Shared* shared, int bin, uint64_t mass) {
   const uint32_t low = static_cast<uint32_t>(mass);
   const uint32_t carry = atomicAdd(&shared->mass_low[bin], low) + low < low;
   const uint32_t high = static_cast<uint32_t>(mass >> 32) + carry;
   if (high) atomicAdd(&shared->mass_high[bin], high);
+}
+template <bool MASS>
+DEVICE void add_token(Shared* shared, int bin, float below_maximum) {
+  atomicAdd(&shared->counts[bin], 1u);
+  if (MASS) add_mass(shared, bin, mass_of(below_maximum));
 }
 
 // Every block sums a share of the bins over all blocks and hands the sums to all.
@@ -85,23 +86,39 @@ DEVICE Digit find_digit(Shared* shared, uint64_t& goal, float share) {
 }
 
 // The cut at the goal-th largest z (MASS false), or where the sum of probabilities, largest first and only of what
-// `outer` keeps, reaches `share` of its total. Tokens with the same z stay or go together.
+// `outer` keeps, reaches `share` of its total. Tokens with the same z stay or go together. At first only the steps near the maximum
+// are told apart, where the cut mostly is: what lies further below has one bin for its probabilities.
 template <bool MASS, typename Counts>
 DEVICE Cut select(const Row<Counts>& row, uint64_t goal, float share, Cut outer) {
-  int step = -1, shift = 0;
+  int step = -1, shift = 0, end_step = kNear;
   uint32_t low = 0, high = 0;  // keys that the step's tokens may have
   while (true) {
     clear_histogram(row.shared);
-    row.template for_each<false>([&](float z, int) {
+    uint64_t far = 0;
+    float least = row.least_kept(outer);
+    if (!MASS && step < 0 && end_step < kTail) least = row.maximum - kNear * kStep;
+    if (0 <= step && step < kTail) least = fmaxf(least, unordered(low));
+    row.for_each_from(least, [&](float z) {
       const int own_step = row.step_of(z);
       const uint32_t key = ordered(z);
       const bool here = step < 0 ? own_step < kTail : own_step == step && low <= key && key <= high;
-      if (here && (!MASS || row.kept(z, outer))) {
+      if (!here || (MASS && !row.kept(z, outer))) return;
+      if (step < 0 && own_step >= end_step) {
+        if (MASS) far += mass_of(z - row.maximum);
+      } else {
         add_token<MASS>(row.shared, step < 0 ? own_step : static_cast<int>((high - key) >> shift), z - row.maximum);
       }
     });
+    if (MASS && step < 0) {
+      far = Sum::of_warp(far);
+      if (threadIdx.x % 32 == 0 && far > 0) add_mass(row.shared, kTail, far);
+    }
     merge_histograms(row.shared, row.block);
     const Digit digit = find_digit<MASS>(row.shared, goal, step < 0 ? share : 0.0f);
+    if (step < 0 && end_step < kTail && (digit.index < 0 || digit.index == kTail)) {
+      end_step = kTail;
+      continue;
+    }
     goal -= digit.before < goal ? digit.before : 0;
     // All of a digit stays if its last token is the one: no need to look inside.
     const bool whole = digit.index >= 0 && (digit.count == 1 || (!MASS && digit.count == goal));
@@ -139,16 +156,16 @@ DEVICE Cut filter(const Row<Counts>& row, int top_k, float top_p) {
 template <typename Counts>
 DEVICE void write_logprobs(TokenLogprobs* out, Row<Counts>& row, int chosen, int count) {
   uint64_t best = 0, sum = 0;
-  row.template for_each<true>([&](float logit, int token) { best = Larger::of(best, candidate(logit, token)); });
+  row.for_each([&](float logit, int token) { best = Larger::of(best, candidate(logit, token)); });
   const float maximum = unordered(static_cast<uint32_t>(row.template combine<Larger>(best) >> 32));
-  row.template for_each<true>([&](float logit, int) { sum += mass_of(logit - maximum); });
+  row.for_each([&](float logit, int) { sum += mass_of(logit - maximum); });
   const float log_sum = logf(static_cast<float>(row.template combine<Sum>(sum)) * 0x1p-40f);
   const bool writes = row.block == 0 && threadIdx.x == 0;
   count = min(count, VOCAB);
   uint64_t previous = ~0ull;
   for (int i = 0; i < count; i++) {
     best = 0;
-    row.template for_each<true>([&](float logit, int token) {
+    row.for_each([&](float logit, int token) {
       const uint64_t other = candidate(__fsub_rn(__fsub_rn(logit, maximum), log_sum), token);
       if (other < previous) best = Larger::of(best, other);
     });
@@ -192,6 +209,7 @@ DEVICE void set_request(Row<Counts>& row, const SlotState* state, Shared* shared
   row.shared = shared;
   row.seed = state->seed;
   row.temperature = state->temperature;
+  row.inverse = row.temperature == 1.0f || row.temperature == 0.0f ? 1.0f : __frcp_rn(row.temperature);
   row.repetition_penalty = state->repetition_penalty;
   row.presence_penalty = state->presence_penalty;
   row.frequency_penalty = state->frequency_penalty;
@@ -239,7 +257,7 @@ DEVICE int sample_row(Row<Counts>& row, HeldLogits& held, int top_k, float top_p
   const float infinity = __uint_as_float(0x7F800000u);
   uint64_t best = 0;
   if (Counts::kIsMasked || row.is_adjusted) {
-    row.template for_each<true>([&](float logit, int token) {
+    row.for_each([&](float logit, int token) {
       best = Larger::of(best, logit < infinity ? candidate(row.penalise(logit, token), token) : kUnusable);
     });
   } else {

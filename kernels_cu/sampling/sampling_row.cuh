@@ -14,6 +14,7 @@ static_assert(kBins == 1 << kDigitBits, "a histogram has a bin for each value of
 
 // The first digit: steps of 1/32 below the maximum; what is further down shares the last.
 constexpr int kTail = kBins - 1;
+constexpr int kNear = 256;  // steps: what is further below is less than e^-8 times as probable as the maximum
 constexpr float kStepsPerUnit = 32.0f;
 constexpr float kStep = 1.0f / kStepsPerUnit;
 
@@ -89,6 +90,7 @@ struct Row {
   Shared* shared;
   uint64_t seed;
   float temperature, repetition_penalty, presence_penalty, frequency_penalty;
+  float inverse;  // of the temperature, for estimates of z, which are wrong by 2^-22 of it at most
   float maximum;  // of z
   int position, block, turn;  // turn: values combined so far
   bool is_adjusted;  // by penalties or biases
@@ -117,9 +119,9 @@ struct Row {
     return logit;
   }
 
-  // visit(value, token) for the block's tokens: raw logits, or z. The first pass found them in L2 and had several loads in
-  // flight; these find them in L1, and short code serves them better.
-  template <bool RAW, typename Visit>
+  // visit(logit, token) for the block's tokens. The first pass found them in L2 and had several loads in flight; these find
+  // them in L1, and short code serves them better.
+  template <typename Visit>
   DEVICE void for_each(Visit visit) const {
 #pragma unroll 1
     for (int group = first_group(); group < end_group(); group += kThreads) {
@@ -128,8 +130,41 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const int token = group * 4 + i;
-        if (VOCAB % 4 == 0 || token < VOCAB) visit(RAW ? values[i] : adjust(values[i], token), token);
+        if (VOCAB % 4 == 0 || token < VOCAB) visit(values[i], token);
       }
+    }
+  }
+
+  // How wrong an estimate of about `z` may be, together with the rounding of a bound of that size.
+  DEVICE float doubt(float z) const {
+    return z == __uint_as_float(0xFF800000u) ? 0.0f : 1e-4f + 1e-6f * (fabsf(maximum) + fabsf(z));
+  }
+  // Logits of a group, penalised, and estimates of their z; what lies past the row is -infinity.
+  DEVICE void estimate(float (&values)[4], float (&estimates)[4], int group) const {
+    load_logits<VOCAB>(values, logits, group);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = group * 4 + i;
+      const bool exists = VOCAB % 4 == 0 || token < VOCAB;
+      if ((Counts::kIsMasked || is_adjusted) && exists) values[i] = penalise(values[i], token);
+      estimates[i] = exists ? values[i] * inverse : __uint_as_float(0xFF800000u);
+    }
+  }
+  // visit(z) for the block's tokens that may have a z of `least` or more.
+  template <typename Visit>
+  DEVICE void for_each_from(float least, Visit visit) const {
+    const float bound = least - doubt(least);
+#pragma unroll 1
+    for (int group = first_group(); group < end_group(); group += kThreads) {
+      float values[4], estimates[4];
+      estimate(values, estimates, group);
+      bool has_any = false;
+#pragma unroll
+      for (int i = 0; i < 4; i++) has_any = has_any || estimates[i] >= bound;
+      if (!has_any) continue;
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (estimates[i] >= bound && (VOCAB % 4 == 0 || group * 4 + i < VOCAB)) visit(scale(values[i]));
     }
   }
 
@@ -160,5 +195,12 @@ struct Row {
   DEVICE bool kept(float z, Cut cut) const {
     const int step = step_of(z);
     return step < cut.step || (step == cut.step && ordered(z) >= cut.key);
+  }
+  // No less z is kept, but for the rounding that `doubt` covers.
+  DEVICE float least_kept(Cut cut) const {
+    const float minus_infinity = __uint_as_float(0xFF800000u);
+    const float next_step = cut.step == kTail ? minus_infinity : maximum - (cut.step + 1) * kStep;
+    const float of_key = cut.key == 0 ? minus_infinity : unordered(cut.key);
+    return fminf(fmaxf(of_key, next_step), maximum - cut.step * kStep);
   }
 };

@@ -133,6 +133,7 @@ def logits_of(kind: str, vocab: int, rng: np.random.Generator) -> Any:
         "ties": np.round(values * 4) / 4,
         "equal": np.full(vocab, 1.5),
         "one": np.where(np.arange(vocab) == vocab // 3, 40.0, values),
+        "far": np.where(np.arange(vocab) == vocab // 3, 12.0, values * 0.3),  # most of the probability is far below
         "masked": np.where(rng.random(vocab) < 0.6, -np.inf, values * 2),
         "wide": values * 400,
         "large": 1e6 + np.round(values * 8),
@@ -142,7 +143,7 @@ def logits_of(kind: str, vocab: int, rng: np.random.Generator) -> Any:
     return shapes[kind].astype(np.float32)
 
 
-KINDS = ("peaked", "flat", "ties", "equal", "one", "masked", "wide", "large", "negative", "around zero")
+KINDS = ("peaked", "flat", "ties", "equal", "one", "far", "masked", "wide", "large", "negative", "around zero")
 
 
 def random_rows(vocab: int, seed: int, count: int = 64, logprobs: int = 0) -> list[Row]:
