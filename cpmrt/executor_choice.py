@@ -21,6 +21,14 @@ class Assembly(Protocol):
     def open_executor(self, folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]: ...
 
 
+def begin_device(settings: EngineConfig) -> None:
+    """Begin what takes long before `on_executor` can run and needs no model. Waits for nothing, raises nothing."""
+    if settings.executor != "reference":
+        from cpmrt.cuda.driver.context import begin_context
+
+        begin_context()
+
+
 def on_executor(folder: ModelFolder, settings: EngineConfig, run: Callable[[Assembly], T]) -> T:
     """Call `run` with a GPU's assembly if one can be used and nothing else was asked for; with NumPy's by wish, or for
     the bundled model. Raises NoDeviceError.

@@ -17,7 +17,7 @@ from cpmrt.engine import Engine, Request
 from cpmrt.engine.engine import StepListener
 from cpmrt.errors import ConfigError, CpmrtError, quoted
 from cpmrt.executor import Executor
-from cpmrt.executor_choice import on_executor
+from cpmrt.executor_choice import begin_device, on_executor
 from cpmrt.generation import Completion
 from cpmrt.job_maker import JobMaker, Message, Pooling, Prompt, Prompts, Tool, is_batch
 from cpmrt.keywords import checks_keywords
@@ -115,6 +115,7 @@ class LLM:
         )  # fmt: skip
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(model, revision=revision, weights=False, hf_overrides=hf_overrides, sparse=sparse)
+        begin_device(settings)
         # Random weights need no tokenizer; a real checkpoint has one.
         open_tokenizer = Tokenizer.open_if_there if is_dummy else Tokenizer.open
         self.tokenizer: Tokenizer | None = open_tokenizer(folder.path, vocab_size=folder.config.vocab_size)

@@ -1,0 +1,66 @@
+"""The device's context is begun beside the reading of files: once, without a word where there is no driver."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from cpmrt.config import EngineConfig
+from cpmrt.cuda.driver import context
+from cpmrt.executor_choice import begin_device
+
+
+class Driver:
+    """libcuda as ctypes shows it, which notes its calls."""
+
+    def __init__(self, failing=()):
+        self.calls, self._failing = [], failing
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append((name, threading.current_thread().name))
+            return int(name in self._failing)
+
+        return call
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Waits for the threads that were begun; an error in one fails the test."""
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    yield SimpleNamespace(join=lambda: [each.join() for each in threading.enumerate() if each.name == "cpmrt-context"])
+    assert not errors
+
+
+def names(driver):
+    return [name for name, _ in driver.calls]
+
+
+@pytest.mark.parametrize(("failing", "expected"), [
+    ((), ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]), (("cuInit",), ["cuInit"]),
+    (("cuDeviceGet",), ["cuInit", "cuDeviceGet"]),
+])  # fmt: skip
+def test_a_thread_creates_it(monkeypatch, threads, failing, expected):
+    driver = Driver(failing)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    begin_device(EngineConfig("auto", "auto", None, None, "auto"))
+    threads.join()
+    assert names(driver) == expected and {thread for _, thread in driver.calls} == {"cpmrt-context"}
+
+
+def test_without_a_driver_nothing_happens(monkeypatch, threads):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    context.begin_context()
+    threads.join()
+
+
+def test_numpy_needs_none(monkeypatch, threads):
+    monkeypatch.setattr(context, "begin_context", lambda: pytest.fail("no device was asked for"))
+    begin_device(EngineConfig("reference", "auto", None, None, "auto"))
