@@ -24,7 +24,7 @@ from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.load.page_copies import read_pages, write_pages
 from cpmrt.cuda.load.repack import Destination
-from cpmrt.cuda.load.tables import fill_tables
+from cpmrt.cuda.load.tables import fill, fill_tables
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.lightning import SlotStates
@@ -247,7 +247,7 @@ class CudaExecutor:
         self._modules.compile(modules)
         self._graphs.flush()
         with self.stream:
-            self._arrays["slots"][:num_rows].fill(-1)
+            fill(self._arrays["slots"][:num_rows], -1)
         self._forward.decode(num_rows)
 
     def _submit_speculate(self, step: Speculate) -> Pending:
@@ -349,12 +349,12 @@ class CudaExecutor:
             for name in ("positions", *_ZEROED):
                 if name in self._arrays:
                     self._arrays[name].fill(0)
-            self._arrays["slots"].fill(-1)
+            fill(self._arrays["slots"], -1)
             if self._speculation is not None:
                 self._speculation.fill_tables(self._layout.pages_per_sequence * PAGE_SIZE, position_limit)
             self._arrays["block_tables"].set(np.array(self._layout.block_tables(), np.int32))
             if "expanded_tables" in self._arrays:
-                self._arrays["expanded_tables"][:] = cupy.arange(self._layout.pages_per_sequence, dtype=np.int32)
+                fill(self._arrays["expanded_tables"], np.arange(self._layout.pages_per_sequence))
             tables = decoder.tables(self.config, self.plan.max_context, position_limit)
             fill_tables(tables, self._arrays, self._dtype)
         self.stream.synchronize()

@@ -279,3 +279,16 @@ def test_missing_bindings_are_named_with_the_wheel_to_install(
     monkeypatch.setattr(nvrtc, "version", lambda: None)
     with pytest.raises(KernelCompileError, match=r'cuda\.bindings cannot be imported.*pip install "cuda-bindings=='):
         build("plain.cu")
+
+
+def test_what_another_process_has_stored_or_taken_away_is_seen(sources: Path) -> None:
+    """The folder is read again when it has changed."""
+    first = cubin_cache.store("a" * 64, "13.0", b"one")
+    assert cubin_cache.find("a" * 64, "13.0") == first and cubin_cache.find("b" * 64, "13.0") is None
+    other = first.with_name(first.name.replace("a" * 64, "b" * 64))
+    other.write_bytes(b"one")
+    os.utime(first.parent, ns=(1, 1))
+    assert cubin_cache.find("b" * 64, "13.0") == other
+    assert cubin_cache.find("b" * 64, "12.9") is None and cubin_cache.find("b" * 64, None) == other
+    other.unlink()
+    assert cubin_cache.find("b" * 64, "13.0") is None

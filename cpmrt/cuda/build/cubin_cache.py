@@ -12,6 +12,8 @@ import os
 import tempfile
 import threading
 import warnings
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from cpmrt import env
@@ -22,11 +24,30 @@ _COMPILER_UNKNOWN = "*"
 
 def find(key: str, compiler: str | None) -> Path | None:
     """Return the intact cubin of `key`, by any compiler if `compiler` is None; damaged ones are removed."""
-    for path in sorted(folder().glob(f"{key}.{compiler or _COMPILER_UNKNOWN}.*.cubin"), reverse=True):
+    wanted = f"{key}.{compiler or _COMPILER_UNKNOWN}.*.cubin"
+    for name in sorted(filter(partial(fnmatchcase, pat=wanted), _names(folder()).get(key, ())), reverse=True):
+        path = folder() / name
         if _is_intact(path):
             return path
         _remove(path)
     return None
+
+
+def _names(target: Path) -> dict[str, list[str]]:
+    """Return the names in the cache by their keys, read again only when the folder has changed: a start asks often."""
+    try:
+        changed = target.stat().st_mtime_ns
+    except OSError:
+        return {}
+    if _listed.get(target, (0, {}))[0] != changed:
+        names = dict[str, list[str]]()
+        for name in os.listdir(target):
+            names.setdefault(name.partition(".")[0], []).append(name)
+        _listed[target] = changed, names
+    return _listed[target][1]
+
+
+_listed: dict[Path, tuple[int, dict[str, list[str]]]] = {}
 
 
 def store(key: str, compiler: str, cubin: bytes) -> Path:
@@ -72,6 +93,7 @@ def _write(target: Path, name: str, cubin: bytes) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, target / name)
+        _listed.pop(target, None)  # files of the same clock tick do not change the folder's time
     except BaseException:
         _remove(Path(unfinished))
         raise

@@ -31,6 +31,7 @@ from cpmrt.cuda.draft.launches import DraftLaunches, DraftParts
 from cpmrt.cuda.draft.memory import as_target
 from cpmrt.cuda.draft.several import waiting_rows
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.load.tables import fill
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.memory.plan import MemoryPlan
@@ -153,7 +154,7 @@ class InnerSteps:
     def clear(self, clear: Callable[[Mapping[str, Any]], None]) -> None:
         """Clear the arrays as those of any draft, on the current stream; no slot has a chain yet."""
         clear(self._arrays)
-        self._arrays["slot_states"].fill(1)  # all have finished
+        fill(self._arrays["slot_states"], 1)  # all have finished
 
     def admitted(self, slot: int) -> None:
         """Nothing of the slot's new sequence is there yet; on the current stream."""

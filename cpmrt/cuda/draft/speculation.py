@@ -15,7 +15,7 @@ from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.draft.several import captured_count, captured_counts, most_sequences, waiting_rows
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.graphs import Graphs
-from cpmrt.cuda.load.tables import fill_tables
+from cpmrt.cuda.load.tables import fill, fill_tables
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import launch_seconds
 from cpmrt.cuda.step.forward import StepForward
@@ -126,7 +126,7 @@ class Speculation:
         _clear(a)
         if self._inner is not None:
             self._inner.clear(_clear)
-        a["capacities"].fill(capacity)
+        fill(a["capacities"], capacity)
         tables = draft_tables(self._draft, self._max_context, position_limit)
         fill_tables(tables, a, self._launcher.modules.dtype)
 
@@ -217,7 +217,7 @@ def _clear(arrays: Mapping[str, Any]) -> None:
     for spec in tree_tables(1, 1, 1, 1):
         if spec.name in arrays:
             arrays[spec.name].fill(0)
-    arrays["draft_slots"].fill(-1)
+    fill(arrays["draft_slots"], -1)
     # A window may leave out some keys of a page only, with weight 0: they must be numbers.
     scratch = (f"{SCRATCH}{name}_arrivals" for name in ("attention", "packed"))
     for name in ("draft.k_pages", "draft.v_pages", *scratch):

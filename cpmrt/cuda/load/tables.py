@@ -1,4 +1,4 @@
-"""Fills the tables of a model, which its layers read in every step."""
+"""Fills buffers before the first step: the tables that a model's layers read in every step, and plain values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import numpy as np
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.dtypes import F32, Array, DType, from_float32
 from cpmrt.models.layers import Table
+
+
+def fill(array: DeviceArray, values: Array | int) -> None:
+    """Fill an array with a value, or each of its rows with these, on the current stream.
+
+    CuPy's own would compile a kernel for whatever is not 0.
+    """
+    array.set(np.ascontiguousarray(np.broadcast_to(values, array.shape), array.dtype))
 
 
 def fill_tables(tables: Iterable[Table], arrays: Mapping[str, DeviceArray], dtype: DType) -> None:
