@@ -150,8 +150,11 @@ class Engine:
         """Submit what may be submitted, then wait for the oldest step in flight and hand out its results."""
         while self._in_flight.num_awaited < self.limits.run_ahead and self._submit_next():
             pass
-        if self._in_flight:
-            self._collect_oldest()
+        try:
+            if self._in_flight:
+                self._collect_oldest()
+        finally:
+            self._in_flight.give_masks()
         self._collect_control_steps()
 
     def borrow(self, num_tokens: int, prompt_ids: tuple[int, ...] = ()) -> Loan:
@@ -215,10 +218,9 @@ class Engine:
                     return True
         is_lending = bool(self._loans)
         may_draft = transitions.may_draft(decoding, self.limits, is_lending)
-        awaits = partial(
-            transitions.awaits_mask, may_draft=may_draft, is_lending=is_lending, num_awaited=self._in_flight.num_awaited
-        )
-        if not decoding or any(awaits(seq) for seq in decoding):
+        is_alone = len(self.running) == len(self._in_flight) == 1 and not (self._waiting and self._free_slots)
+        awaits = partial(transitions.awaits_mask, may_draft=may_draft, is_lending=is_lending, is_alone=is_alone)
+        if not decoding or any(awaits(seq, num_awaited=self._in_flight.num_awaited) for seq in decoding):
             return False
         self._submit(self._decode_steps.next(decoding, may_draft=may_draft), decoding)
         self._fill_masks(decoding)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
+from os import sched_yield
 from typing import NamedTuple
 
 from cpmrt.engine.sequence import Sequence
-from cpmrt.executor import Executor, Pending, Step, StepResult
+from cpmrt.executor import Executor, Pending, Speculate, Step, StepResult
 
 
 class StepInFlight(NamedTuple):
@@ -26,8 +28,8 @@ class StepsInFlight:
         self.num_awaited = 0
         """The number of steps that have results for sequences."""
 
-    def __bool__(self) -> bool:
-        return bool(self._steps)
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def submit(self, step: Step, sequences: tuple[Sequence, ...]) -> None:
         """Have the executor take a step. Raises what it raises; then the step is not in flight."""
@@ -50,6 +52,19 @@ class StepsInFlight:
             raise
         self._forget_oldest()
         return result
+
+    def give_masks(self) -> None:
+        """Wait until the tree of the newest step, if it has one, has its masks: whoever waits may go away for long.
+
+        What fails fails again when the step is collected.
+        """
+        if not self._steps:
+            return
+        step, _, pending = self._steps[-1]
+        if isinstance(step, Speculate) and step.masks is not None:
+            with suppress(Exception):
+                while step.masks.bits is None and not pending.is_done():
+                    sched_yield()
 
     def clear(self) -> None:
         """Forget all steps."""

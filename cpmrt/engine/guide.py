@@ -6,17 +6,24 @@ are not sampled one by one: a step that is submitted when they are known brings 
 token behind them. One that was submitted before has a mask that allows nothing but the first of them. What brings a
 certain token, be it such a row, such a mask or a draft, depends on what is in flight; it changes no bit of the answer.
 
-A step that drafts is submitted when all tokens before it are known, and none is certain. Each node of its tree has what
-plain decoding would have behind the node's path, from a guide of its own, a fork of its parent's (`GuidedTree`).
+A step that drafts is submitted when all tokens before it are known, and none is certain; or behind another such step
+while no certain tokens are expected. Each node of its tree has what plain decoding would have behind the node's path,
+from a guide of its own, a fork of its parent's (`GuidedTree`).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Protocol
 
 from cpmrt.errors import FormError, MaskError
 from cpmrt.executor import Mask, Path, TreeMasks
+
+_STEADY_TOKENS = 8
+"""So many tokens without a certain one let another tree be drafted before it is known whether one comes. A plain step
+would bring all certain tokens, a tree few."""
 
 
 class Matcher(Protocol):
@@ -62,8 +69,10 @@ class Guide:
         """The mask of the step that was submitted last."""
         self._samples_certain = False
         """Whether that allows a certain token alone."""
-        self._tree: GuidedTree | None = None
-        """Of that step, if it drafts, until its result is taken."""
+        self._trees: deque[GuidedTree] = deque()
+        """Of the steps in flight that draft, until their results are taken."""
+        self._num_free = 0
+        """Tokens taken since the last certain one."""
         self.failure: FormError | None = None
         self._ahead: tuple[int, ...] = ()
         """Certain tokens that submitted steps will bring."""
@@ -73,7 +82,17 @@ class Guide:
     @property
     def is_ready(self) -> bool:
         """Whether another step may be submitted."""
-        return self._tree is None and (self._mask is None or self._mask.is_filled)
+        return not self._trees and (self._mask is None or self._mask.is_filled)
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether steps in flight draft, so that the executor may ask what their nodes may be."""
+        return bool(self._trees)
+
+    @property
+    def may_draft_ahead(self) -> bool:
+        """Whether a tree may be submitted behind those in flight: no certain token is expected there."""
+        return self.has_trees and self._num_free >= _STEADY_TOKENS
 
     @property
     def is_complete(self) -> bool:
@@ -102,10 +121,12 @@ class Guide:
         return self._max_run > 0 and self._knows_certain()
 
     def tree_masks(self, room: int) -> TreeMasks:
-        """Return the masks of the next step, which drafts; nothing is in flight. `room` as for `next_step`."""
+        """Return the masks of the next step, which drafts; only trees are in flight. `room` as for `next_step`."""
+        if self._trees:
+            self._trees[-1].leave_root()
         self._mask, self._samples_certain = Mask(), False
-        self._tree = GuidedTree(self, room)
-        return self._tree.masks
+        self._trees.append(GuidedTree(self, room))
+        return self._trees[-1].masks
 
     @property
     def bits(self) -> bytes | None:
@@ -121,20 +142,23 @@ class Guide:
         if self.failure or room <= 0 or token in self._stop_ids or not _allows(self.bits, token):
             return None
         fork = Guide(self._matcher.fork(), self._max_run, self._stop_ids)
-        fork._ahead, fork._certain = self._ahead, self._certain
+        fork._ahead, fork._certain, fork._num_free = self._ahead, self._certain, self._num_free
         if fork.take((token,), room + 1) or fork.is_complete:
             return None
         fork.next_mask()
         return None if fork.failure else fork
 
-    def take(self, token_ids: Sequence[int], room: int) -> tuple[int, ...]:
+    def take(self, token_ids: Sequence[int], room: int, *, is_drafted: bool = False) -> tuple[int, ...]:
         """Note the tokens that a step has brought, and return certain ones behind them with which the answer ends.
 
         Mostly there are none. `room`: for how many tokens there was room before these.
         """
-        if self._tree is not None:
-            self._go_along(self._tree, tuple(token_ids[:-1]))
+        if is_drafted:
+            self._go_along(self._trees.popleft(), tuple(token_ids[:-1]))
+            for tree in self._trees:
+                tree.room = room - len(token_ids)
             token_ids, room = token_ids[-1:], room - len(token_ids[:-1])
+        self._num_free += len(token_ids)
         known = len(self._ahead)
         if tuple(token_ids[:known]) != self._ahead[: len(token_ids)]:
             self.failure = MaskError.unexplained("a token was sampled that the mask of its row does not allow")
@@ -158,19 +182,22 @@ class Guide:
         """Have the steps in flight, whose results do not count, sample anything."""
         if self._mask is not None and not self._mask.is_filled:
             self._mask.fill(None)
-        if self._tree is not None:
-            self._tree.masks.let_go()
-        self._mask, self._tree, self._samples_certain = None, None, False
+        for tree in self._trees:
+            tree.masks.let_go()
+        self._trees.clear()
+        self._mask, self._samples_certain = None, False
         self._ahead, self._certain = (), (*self._ahead, *self._certain)
 
     def _go_along(self, tree: GuidedTree, path: Path) -> None:
         """Take over the state of a node of the tree, which the next token was sampled at."""
         node = tree.guides.get(path)
-        self._tree = self._mask = None
+        if not self._trees:
+            self._mask = None
         if node is None:
             self.failure = MaskError.unexplained("a draft was accepted that is cut")
         else:
-            self._matcher, self._ahead, self._certain = node._matcher, node._ahead, node._certain
+            self._matcher, self.failure, self._num_free = node._matcher, node.failure, node._num_free
+            self._ahead, self._certain = node._ahead, node._certain
 
     def _begin_fill(self) -> bool:
         """Fill an empty mask that needs nothing of the matcher, and tell whether it is still to be filled."""
@@ -179,6 +206,7 @@ class Guide:
         if self._knows_certain():
             token, *rest = self._certain
             self._ahead, self._certain, self._samples_certain = (*self._ahead, token), tuple(rest), True
+            self._num_free = 0
             self._mask.fill(_only(token))
         elif self.failure is None:
             return True
@@ -220,6 +248,7 @@ class Guide:
         length = next(stops, longest)
         brought, self._certain = self._certain[:length], self._certain[length:]
         self._ahead += brought
+        self._num_free = 0
         return brought
 
 
@@ -244,7 +273,11 @@ class GuidedTree:
     def __init__(self, root: Guide, room: int):
         self.guides: dict[Path, Guide] = {(): root}
         self.masks = TreeMasks(find=self._find)
-        self._room = room
+        self.room = room
+
+    def leave_root(self) -> None:
+        """Note that the root's guide goes on to another tree before what comes of this one is known."""
+        self.guides[()] = copy(self.guides[()])
 
     def _find(self, paths: Sequence[Path]) -> dict[Path, bytes | None]:
         """Return what is left of paths, of which each comes behind the one that it goes on with.
@@ -254,7 +287,7 @@ class GuidedTree:
         self.guides[()].fill()
         for path in paths:
             parent = self.guides.get(path[:-1])
-            guide = parent.behind(path[-1], self._room - len(path)) if path and parent else None
+            guide = parent.behind(path[-1], self.room - len(path)) if path and parent else None
             if guide is not None:
                 self.guides[path] = guide
         return {path: guide.bits for path, guide in self.guides.items()}

@@ -84,16 +84,18 @@ def wants_decode(seq: Sequence) -> bool:
     return seq.phase is Phase.DECODE and expected < seq.num_wanted
 
 
-def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, num_awaited: int) -> bool:
+def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, is_alone: bool, num_awaited: int) -> bool:
     """Tell whether a sequence that decodes cannot take a further step yet. `num_awaited`: all steps in flight.
 
     Mostly the last step but one must be done. If a slot is lent, all of the sequence's own must be: the next mask is
-    known then. If the next step drafts, all steps must be: who waits for it tells the executor what its nodes may be.
+    known then. If the next step drafts, or the last one did, all steps must be: who waits for it tells the executor
+    what its nodes may be. But a tree may follow a tree that `is_alone`: nothing else runs, waits or is in flight.
     """
     if seq.guide is None:
         return False
-    if may_draft and (seq.policy is None or seq.policy.will_draft(seq.room - seq.num_in_flight)):
-        return num_awaited > 0
+    will_draft = may_draft and (seq.policy is None or seq.policy.will_draft(seq.room - seq.num_in_flight))
+    if will_draft or seq.guide.has_trees:
+        return num_awaited > 0 and not (will_draft and is_alone and seq.guide.may_draft_ahead)
     return not seq.guide.is_ready or (is_lending and seq.num_in_flight > 0)
 
 
@@ -178,7 +180,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     if seq.phase in (Phase.FINISHED, Phase.PAUSED) or not (result.token_ids or result.non_finite):
         return _NOTHING
     tokens, loops, guide = _watch(seq, result.token_ids)
-    rest = seq.guide.take(tokens, seq.room) if seq.guide else ()
+    rest = seq.guide.take(tokens, seq.room, is_drafted=isinstance(step, Speculate)) if seq.guide else ()
     if _has_failed(seq):
         return _NOTHING
     new = (*tokens, *rest)

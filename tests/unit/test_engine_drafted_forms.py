@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from scripted import TREE_SHAPES, ScriptedExecutor, masked_token
 from scripted_forms import END, Automaton, expected, limits, masked_continuation, request, tokens_of
 
 from cpmrt.config import Sampling, TreeShape
-from cpmrt.engine import Engine, loops
+from cpmrt.engine import Engine, guide, loops
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import FormError, MaskError
 from cpmrt.executor import Decode, Mask, Prefill, Speculate, TreeMasks
@@ -57,20 +58,30 @@ WANTED = st.tuples(
 )
 
 
+def steady(num_tokens):
+    """Have trees follow trees after so many tokens without a certain one."""
+    return patch.object(guide, "_STEADY_TOKENS", num_tokens)
+
+
 def added(engine, seed, wish):
     prompt, number, new, stop, logprobs = wish
     made = request(prompt, number, new=new, seed=seed, stop=stop)
     return engine.add(replace(made, sampling=Sampling(logprobs=logprobs)))
 
 
-@given(SHAPED, st.lists(WANTED, min_size=1, max_size=4), st.sampled_from([0.3, 0.95]), st.integers(0, 3))
-def test_every_tree_gives_the_masked_continuation(limits, wanted, accuracy, draft_seed):
+@given(
+    SHAPED, st.lists(WANTED, min_size=1, max_size=4), st.sampled_from([0.3, 0.95]), st.integers(0, 3),
+    st.sampled_from([0, 0, 2, 8]),
+)  # fmt: skip
+def test_every_tree_gives_the_masked_continuation(limits, wanted, accuracy, draft_seed, num_steady):
     grammars = {seed: wish[1] for seed, wish in enumerate(wanted)}
     executor = drafting(limits, grammars, accuracy=accuracy, draft_seed=draft_seed)
     engine = Engine(executor, prefix_cache=False)
     sequences = [added(engine, seed, wish) for seed, wish in enumerate(wanted)]
-    for seed, (seq, (prompt, number, new, stop, _)) in reversed(list(enumerate(zip(sequences, wanted, strict=True)))):
-        assert tokens_of(engine, seq) == expected(prompt, number, seed, new, stop)
+    with steady(num_steady):
+        answered = [(seq, tokens_of(engine, seq)) for seq in reversed(sequences)]
+    for seed, ((seq, tokens), (prompt, number, new, stop, _)) in enumerate(zip(answered[::-1], wanted, strict=True)):
+        assert tokens == expected(prompt, number, seed, new, stop)
         if number is not None:
             assert seq.finish_reason == masked_continuation(prompt, number, seed, new, stop)[1]
     while executor.queue:
@@ -131,7 +142,8 @@ def test_an_executor_that_cannot_mask_trees_decodes_plainly():
 
 @pytest.mark.parametrize("fails_at", [0, 1, 4, 9])
 @pytest.mark.parametrize("run_ahead", [1, 4])
-def test_what_allows_nothing_ends_the_answer_behind_the_last_right_token(fails_at, run_ahead):
+def test_what_allows_nothing_ends_the_answer_behind_the_last_right_token(fails_at, run_ahead, monkeypatch):
+    monkeypatch.setattr(guide, "_STEADY_TOKENS", 0)
     executor = drafting(
         limits(run_ahead, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 7}, accuracy=1.0
     )
@@ -192,7 +204,7 @@ def test_loans_do_not_wait_for_a_tree():
     assert any(isinstance(step, Speculate) for step in executor.steps[begun:])
 
 
-def test_a_tree_is_waited_for_as_soon_as_it_is_submitted():
+def test_beside_others_a_tree_is_waited_for_as_soon_as_it_is_submitted():
     """Who waits for it finds out what its nodes may be: nobody may go away meanwhile, and no step comes before."""
     executor = drafting(
         limits(4, prefill_chunk=3, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 9}, accuracy=0.5
@@ -212,6 +224,55 @@ def test_a_tree_is_waited_for_as_soon_as_it_is_submitted():
         engine.advance()
         assert all(step.masks.bits is not None for step in trees)
     assert trees and first.token_ids == masked_continuation([1, 2, 3], 9, 1, 40)[0]
+
+
+class WithoutRuns(Automaton):
+    """Several tokens may come, and after thirty of them six certain ones."""
+
+    def _following(self, tokens):
+        if 30 <= len(tokens) < 36:
+            return [len(tokens)]
+        return [len(tokens) % 40, 41, 42, 43]
+
+
+@pytest.mark.parametrize("company", [False, True])
+def test_trees_follow_trees_while_nothing_certain_is_expected(company):
+    """The device has the next step before the host has read the last one's result; not while somebody else waits."""
+    shaped = limits(4, max_sequences=2, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True)
+    executor, num_before = drafting(shaped, {}, accuracy=0.5), []
+    submit, num_read = executor.submit, []
+
+    def watched(step):
+        if isinstance(step, Speculate):
+            num_before.append(len(executor.steps) - len(num_read))
+        return submit(step)
+
+    executor.submit = watched
+    engine = Engine(executor, lambda *read: num_read.append(read), prefix_cache=False)
+    made = replace(request([1, 2, 3], seed=1, new=70), matcher=lambda: WithoutRuns(7))
+    seq = engine.add(made)
+    while len(seq.token_ids) < 24:
+        engine.advance()
+        assert all(step.masks.bits for step in executor.steps if isinstance(step, Speculate)), "the device waits for us"
+    assert num_before[:2] == [0, 0] and num_before[-2:] == [1, 1] and sorted(num_before) == num_before
+    num_before.clear()
+    if company:
+        other = engine.add(request([4, 5], seed=2, new=2))
+        while not other.finish_reason:
+            engine.advance()
+        assert not any(num_before[1:]), "the other one gets its slot, and decodes plainly beside this"
+    else:
+        while len(seq.token_ids) < 36:
+            engine.advance()
+            num_before.clear()
+        while len(num_before) < 9:
+            engine.advance()
+        assert num_before[0] == 0 and num_before[-1] == 1, "certain tokens have come, and steps behind them waited"
+    while not seq.finish_reason:
+        engine.advance()
+    assert engine.is_idle and len(seq.token_ids) == 70
+    alone = Engine(drafting(limits(1), {}), prefix_cache=False)
+    assert tokens_of(alone, alone.add(made)) == seq.token_ids
 
 
 def test_a_cancelled_sequence_lets_its_tree_go():
@@ -248,6 +309,7 @@ class Repeating(Automaton):
 @pytest.mark.parametrize("others", [{}, {"tree_shapes": (TreeShape.chain(7),), "takes_tree_masks": True}], ids=str)
 def test_a_loop_within_certain_tokens_leaves_the_form_as_it_was(others, monkeypatch):
     """The loop ends in the middle of a step, and the answer goes on behind it, not behind the step."""
+    monkeypatch.setattr(guide, "_STEADY_TOKENS", 0)
     monkeypatch.setattr(loops, "LEAST_TOKENS", 24)
     engine = Engine(drafting(limits(4, **others), {}), prefix_cache=False)
     made = replace(request([1, 2, 3], seed=1, new=90), matcher=lambda: Repeating(7), loop_repeats=3, loop_penalty=2.0)

@@ -60,9 +60,8 @@ class Speculation:
         """The sequences of a step at most, of each shape."""
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
         self._vocab_size = config.vocab_size
-        self._masked: tuple[TreeRing, DraftLaunches] | None = None
-        """What runs steps with masks, made for the first one."""
-        self._captured = set[Hashable]()
+        self._masked_ring: TreeRing | None = None
+        """Of steps with masks, made for the first one."""
 
     def modules(self) -> tuple[Module, ...]:
         """Return the kernels that are launched beside the forwards."""
@@ -177,21 +176,19 @@ class Speculation:
 
     def close(self) -> None:
         """Free the host's memory; the device must be done with it."""
-        if self._masked is not None:
-            self._masked[0].close()
+        if self._masked_ring is not None:
+            self._masked_ring.close()
 
     def _start_masked(self, graphs: Graphs, shape: int, masks: TreeMasks) -> MaskedTree:
-        """Start a step under masks, whose graph is captured when it is first needed."""
-        if self._masked is None:
-            ring = TreeRing(self._vocab_size)
-            self._masked = ring, self._several_ops(ring=ring)
-        ring, ops = self._masked
-        key = "speculate under masks", shape
-        if key not in self._captured:
-            graphs.add(key, self._parts.step(ops, self._draft.shapes[shape]))
-            self._captured.add(key)
-        tree = MaskedTree(ring, self._rings.next_number, self._draft.shapes[shape].tree_size, masks)
-        graphs.run(key)
+        """Start a step under masks. The first one captures the graphs of all shapes: later ones may be submitted while
+        a tree waits for its masks, and a capture might wait for the device."""
+        if self._masked_ring is None:
+            self._masked_ring = TreeRing(self._vocab_size)
+            ops = self._several_ops(ring=self._masked_ring)
+            for number, each in enumerate(self._draft.shapes):
+                graphs.add(("speculate under masks", number), self._parts.step(ops, each))
+        tree = MaskedTree(self._masked_ring, self._rings.next_number, self._draft.shapes[shape].tree_size, masks)
+        graphs.run(("speculate under masks", shape))
         return tree
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
