@@ -58,20 +58,25 @@ def compile_module(file: str, arch: str, dtype: DType, constants: Constants) -> 
     KernelCompileError.
     """
     source, chosen = read_source(file), options(arch, dtype, constants)
-    key = _key(source, chosen)
-    cached = cubin_cache.find(key, nvrtc.version())
+    cached = _cached(source, chosen)
     if cached:
         return cached
     cubin, _ = nvrtc.compile_cubin(source, chosen)
-    return cubin_cache.store(key, nvrtc.version() or "unknown", cubin)
+    return cubin_cache.store(_key(source, chosen), nvrtc.version() or "unknown", cubin)
 
 
 def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Constants]]) -> list[Path]:
     """Return the cubins of several (file, constants), compiled side by side. Raises as compile_module does."""
+    wanted = list(modules)
+    # One thread finds what is there faster than many, which wait for Python's lock.
+    cached = [_cached(read_source(file), options(arch, dtype, constants)) for file, constants in wanted]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        builds = [pool.submit(compile_module, file, arch, dtype, constants) for file, constants in modules]
+        builds = [
+            path or pool.submit(compile_module, file, arch, dtype, constants)
+            for path, (file, constants) in zip(cached, wanted, strict=True)
+        ]
         try:
-            return [build.result() for build in builds]
+            return [build if isinstance(build, Path) else build.result() for build in builds]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -124,6 +129,10 @@ class Modules:
             cubin = self._cubins.get(key) or compile_module(file, self.arch, self.dtype, macros)
             self._loaded[key] = cupy.RawModule(path=str(cubin))
         return self._loaded[key]
+
+
+def _cached(source: KernelSource, chosen: Iterable[str]) -> Path | None:
+    return cubin_cache.find(_key(source, chosen), nvrtc.version())
 
 
 def _key(source: KernelSource, chosen: Iterable[str]) -> str:
