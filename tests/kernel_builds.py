@@ -15,7 +15,7 @@ _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304
 _NO_NORM = {"NORM": 0}
 _WIDER_ROWS = {"ROW_PITCH": 1056}
 _FATRELU = {"FATRELU": 0x3C23D70A}  # 0.01 as the bits of a float
-_PLAIN = {"TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
+_PLAIN = {"CLUSTER": 8, "TEAMS": 1, "TREE": 0, "WINDOW": 0, "SELECTED": 0, "FP8": 0}
 _TREE = {"STAGES": 3, "ROW_TILES": 2, "CLUSTER": 8, "WINDOW": 0}
 _PACKED = {
     **{"SCALE_GROUP": 128, "ZEROS": 0, "WEIGHT_BITS": 4, "NORM": 1, "WARPGROUPS": 0, "STAGE_SLICES": 0, "STAGES": 4},
@@ -227,6 +227,11 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 1} | _PLAIN,
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0} | _PLAIN,
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0} | _PLAIN | {"CLUSTER": 4},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0} | _PLAIN | {"CLUSTER": 2, "TEAMS": 2},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0} | _PLAIN | {"CLUSTER": 1, "TEAMS": 2},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 2, "PORTABLE": 0} | _PLAIN | {"CLUSTER": 2, "TEAMS": 2, "FP8": 1},
+        {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 0} | _PLAIN | {"CLUSTER": 1, "TEAMS": 2, "WINDOW": 1000},
         {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "PORTABLE": 0} | _PLAIN,
         {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 0} | _PLAIN,
         {"HEAD_DIM": 96, "GROUP": 20, "STAGES": 3, "PORTABLE": 0} | _PLAIN,

@@ -22,13 +22,16 @@
 //                SELECTED 2 the rows that see everything are left to prefill_attention: nothing is stored
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of a
-//                warp's ring in pages, at least 2. PORTABLE: 1 leaves clusters out on sm_90 and later too. TREE: 1
-//                reads tree_masks and tree_base. WINDOW: how many of a row's last keys it sees, 0 for all. SELECTED: 1
-//                and 2 read blocks. FP8: 1 reads codes and scales
-// grid           (kCluster * a, units * T, b) for a * b clusters of a row; block 128 in clusters of kCluster along x;
-//                shared memory 16 * D * 2 + STAGES * 64 * D * 4 bytes, and in clusters 5 * kHeads * D more
+//                warp's ring in pages, at least 2. PORTABLE: 1 leaves clusters out on sm_90 and later too. CLUSTER:
+//                blocks that share eight runs: 1, 2, 4 or 8; without clusters it does not count. TEAMS: of four warps
+//                in a block: 1 or 2, with TREE 1. TREE: 1 reads tree_masks and tree_base. WINDOW: how many of a row's
+//                last keys it sees, 0 for all. SELECTED: 1 and 2 read blocks. FP8: 1 reads codes and scales
+// grid           (CLUSTER * a, units * T, b) for a * b clusters of a row, one if CLUSTER * TEAMS is not 8; block (128,
+//                TEAMS) in clusters of CLUSTER along x; shared memory TEAMS * (16 * D * 2 + STAGES * 64 * D * 4) bytes,
+//                and in clusters 40 * kHeads * D / CLUSTER more
 // launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: where keys
-//                lie is looked up before pdl_wait, and one row's are read but for those that this step writes
+//                lie is looked up before pdl_wait. One row's keys are read but for those that this step writes, and so
+//                are, with CLUSTER * TEAMS < 8, those of a row that no other one of the launch shares its slot with
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.decode_attention
@@ -42,9 +45,11 @@
 //                log2 of the sum of weights). The four warps are merged through shared memory, the blocks of a cluster
 //                by sending each other slices of the output, clusters through the workspace, where the last one to
 //                arrive merges; a short row stays in one cluster. The grid need not cover num_splits: clusters take
-//                several turns, and those that have nothing to do come last. Why not otherwise: tools/log/attention.md
-#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(PORTABLE) || !defined(TREE) || \
-    !defined(WINDOW) || !defined(SELECTED) || !defined(FP8)
+//                several turns, and those that have nothing to do come last. A block takes one of eight runs; of many
+//                rows several, one after another, so that all rows are read at once instead of in waves. Why not
+//                otherwise: tools/log/attention.md
+#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(PORTABLE) || !defined(CLUSTER) || \
+    !defined(TEAMS) || !defined(TREE) || !defined(WINDOW) || !defined(SELECTED) || !defined(FP8)
 #error "a constant is not defined"
 #endif
 #define ROW_HALVES (GROUP <= 8 && !FP8 ? 1 : 2)
@@ -57,14 +62,24 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #include "tree_rows.cuh"
 
 #if IN_CLUSTERS
-#define CLUSTER_LAUNCH __cluster_dims__(kCluster, 1, 1)
+#define CLUSTER_LAUNCH __cluster_dims__(CLUSTER, 1, 1)
 #else
 #define CLUSTER_LAUNCH
 #endif
 
-// The first pages and the query, by all warps. Of one row (`is_early`) what is older than the kernel before this one is
-// read before the wait. The blocks of several rows find no room before the end of that kernel: theirs is the query that
-// must not queue behind the pages.
+// Whether no other row of the launch adds keys to the slot of this one.
+DEVICE bool is_alone(const int* slots, int row, int num_rows, int slot) {
+  bool is_shared = false;
+#pragma unroll
+  for (int first = 0; first < kMaxRows; first += 32) {
+    const int other = first + (threadIdx.x & 31);
+    if (other < num_rows && other != row) is_shared |= __ldcg(slots + other) == slot;
+  }
+  return !__any_sync(0xFFFFFFFFu, is_shared);
+}
+
+// The first pages and the query, by all warps of a team. With `is_early` what is older than the kernel before this one
+// is read before the wait. Of a few rows the query comes first: they would take memory from that kernel.
 DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads, Stream& stream,
                   const Keys& keys, bool is_early) {
   Query query;
@@ -87,7 +102,7 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
   const bool has_new = TREE ? stream.fill_new(keys) : added.copy();
   query.store(shared);
   if (has_new) cp_async_wait_all();
-  __syncthreads();
+  team_barrier();
   load_query(state, shared_address(shared));
 }
 
@@ -95,7 +110,7 @@ DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page,
   attend(state, stream, keys, page, num_pages, factor, [] {});
 }
 
-extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
+extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TEAMS == 1 ? 2 : 1)
     KERNEL(decode_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals, const scalar_t* q,
                              const page_t* k_pages, const page_t* v_pages, const int* positions, const int* slots,
                              const int* block_tables, const uint64_t* tree_masks, const int* tree_base, int num_splits,
@@ -111,18 +126,24 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
                          const float* v_node_scales
 #endif
 ) {
+  static_assert(kCluster == CLUSTER || !TREE, "a path is looked up by one team, and not with the rows of other slots");
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ float log_sums[kWarps][16];
-  const int rank = blockIdx.x % kCluster, warp = threadIdx.x >> 5;
-  const int first_cluster = blockIdx.z * (gridDim.x / kCluster) + blockIdx.x / kCluster;
-  const int num_clusters = gridDim.z * (gridDim.x / kCluster);
+  __shared__ float team_log_sums[TEAMS][kWarps][16];
+  const int team = TEAMS == 1 ? 0 : threadIdx.y;
+  unsigned char* const own = shared + team * kTeamBytes;
+  float (&log_sums)[kWarps][16] = team_log_sums[team];
+  const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x >> 5;
+  const int first_cluster = blockIdx.z * (gridDim.x / CLUSTER) + blockIdx.x / CLUSTER;
+  const int num_clusters = gridDim.z * (gridDim.x / CLUSTER);
   const int units = num_kv_heads * kTiles, num_rows = gridDim.y / units;
   const int row = blockIdx.y / units, kv_head = blockIdx.y % units / kTiles, tile = blockIdx.y % kTiles;
   const Heads heads = {(((int64_t)row * num_kv_heads + kv_head) * GROUP + tile * kHeads) * HEAD_DIM,
                        min(kHeads, GROUP - tile * kHeads)};
-  const bool is_early = !SELECTED && num_rows == 1;
   if (SELECTED) pdl_wait();  // the kernel before this one chose the pages
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
+  constexpr int kRunsAtOnce = CLUSTER * TEAMS;  // of the cluster's eight
+  const bool is_early =
+    !SELECTED && (num_rows == 1 || (kRunsAtOnce < kCluster && is_alone(slots, row, num_rows, slot)));
   const uint64_t mask = TREE ? __ldcg(tree_masks + row) : 0;
   const int base = TREE ? __ldcg(tree_base + row) : position;
 #if SELECTED
@@ -159,20 +180,21 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
   const int64_t unit = blockIdx.y;
   Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
   const int turns = divided(target.used_clusters - first_cluster + num_clusters - 1, num_clusters);
-  const int run_stride = num_clusters * kCluster;
-  int run = first_cluster * kCluster + rank;
+  const int first_member = rank + team * CLUSTER;
+  const int run_stride = kRunsAtOnce == kCluster ? num_clusters * kCluster : kRunsAtOnce;
+  const int first_run = first_cluster * kCluster + first_member;
   Stream stream = {k_pages + head_offset,
                    v_pages + head_offset,
                    page_stride,
                    path,
                    block_table,
                    chosen,
-                   shared_address(shared) + kQueryBytes + warp * STAGES * kStageBytes,
+                   shared_address(own) + kQueryBytes + warp * STAGES * kStageBytes,
                    cut.first_page,
                    cut.run_pages,
-                   run,
+                   first_run,
                    run_stride,
-                   cut.steps_of(run, run_stride, kAtOnce),
+                   cut.steps_of(first_run, run_stride, kAtOnce),
                    cut.num_pages};
 #if FP8
   stream.scales = {k_scales + kv_head, v_scales + kv_head, num_kv_heads};
@@ -182,19 +204,23 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
 #endif
   WarpState state;
   if (stream.count > 0) {
-    begin(state, shared, q, heads, stream, keys, is_early);
+    begin(state, own, q, heads, stream, keys, is_early);
   } else {
     pdl_launch_dependents();
     pdl_wait();
   }
-  for (int turn = 0; turn < turns; ++turn, run += run_stride, target.cluster += num_clusters) {
-    const bool is_last = turn + 1 == turns;
-    const unsigned char* results = shared + kQueryBytes;
-    Stream::Place room;
-    if (run < cut.num_runs) {
+  const bool has_one_run = first_run + run_stride >= cut.num_runs;
+  for (int turn = 0; turn < turns; ++turn, target.cluster += num_clusters) {
+    const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
+#if IN_CLUSTERS
+    if (first_member >= members) cluster_wait();  // as below
+#endif
+    for (int member = first_member; member < members; member += kRunsAtOnce) {
+      const int run = target.cluster * kCluster + member, page = cut.first_page + run * cut.run_pages;
+      const int pages = min(cut.run_pages, cut.first_page + cut.num_pages - page);
+      Stream::Place room;
       begin_run(state);
-      const int page = cut.first_page + run * cut.run_pages, pages = min(cut.run_pages, cut.first_page + cut.num_pages - page);
-      if (!FP8 && turns == 1 && pages <= STAGES) {
+      if (!FP8 && kRunsAtOnce == kCluster && has_one_run && pages <= STAGES) {
         attend_filled(state, stream, keys, page, pages, scale * kLog2e);
         room.k_tile = stream.ring;
       } else {
@@ -202,24 +228,28 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(kThreads, 2)
         room = stream.advance();
       }
       publish_warp(state, room.k_tile, log_sums[warp]);
-      results += room.k_tile - stream.ring;
-      __syncthreads();
+      const unsigned char* results = own + kQueryBytes + (room.k_tile - stream.ring);
+      team_barrier();
+#if IN_CLUSTERS
+      // The peers' barriers exist, and what they received before has been used.
+      if (member == first_member) cluster_wait();
+      send_slices(shared, results, log_sums, barrier, member);
+#else
+      merge_warps(results, log_sums, [&](int vector, const Partial& merged) { target.keep(heads, vector, merged); });
+#endif
+      if (run + run_stride < cut.num_runs) {
+        team_barrier();  // the results have been read
+        stream.load(room.k_tile, false, room, keys.length);
+        stream.load(room.k_tile + kHalfPlace, true, room, keys.length);
+      }
+      if (kRunsAtOnce == kCluster) break;
     }
 #if IN_CLUSTERS
-    const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
-    if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
-    cluster_wait();  // the peers' barriers exist, and what they received before has been used
-    if (run < cut.num_runs) send_slices(shared, results, log_sums, barrier, rank);
+    if (is_first_thread()) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
     mbarrier_wait(barrier, turn & 1);
     merge_slices(shared, heads, target, rank, members);
-    if (!is_last) cluster_announce();  // what was received has been used
-#else
-    merge_warps(results, log_sums, [&](int vector, const Partial& merged) { target.keep(heads, vector, merged); });
+    if (turn + 1 < turns) cluster_announce();  // what was received has been used
 #endif
-    if (is_last) break;
-    __syncthreads();  // the results have been read
-    stream.load(room.k_tile, false, room, keys.length);
-    stream.load(room.k_tile + kHalfPlace, true, room, keys.length);
   }
   if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
     target.merge_clusters(heads, rank);

@@ -5,14 +5,23 @@
 #include "decode_warp.cuh"
 
 constexpr int kWarps = kSlices;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kTiles = (GROUP + 15) / 16;    // blocks that share a KV head
+constexpr int kThreads = 32 * kWarps;      // of a team
+constexpr int kTiles = (GROUP + 15) / 16;  // blocks that share a KV head
 constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
 constexpr int kVectors = kHeads * HEAD_DIM / 4;  // float4 pieces of the block's output
-constexpr int kSlice = kVectors / kCluster;
-static_assert(kVectors % kCluster == 0, "slices are equal: peers count their bytes");
+constexpr int kSlice = kVectors / CLUSTER;       // those that a block merges
+static_assert(kVectors % CLUSTER == 0, "slices are equal: peers count their bytes");
 constexpr int kQueryBytes = 16 * kRowBytes;
+constexpr int kTeamBytes = kQueryBytes + kWarps * STAGES * kStageBytes;
 static_assert(16 * HEAD_DIM * 4 == kStageBytes, "a warp's output takes a place of its ring");
+
+DEVICE void team_barrier() {
+  if (TEAMS == 1) {
+    __syncthreads();
+  } else {
+    barrier_wait(1 + threadIdx.y, kThreads);
+  }
+}
 
 // ---- a block's part of q and out
 
@@ -134,12 +143,13 @@ struct Target {
 
 // ---- in clusters
 
-constexpr int kReceivedOffset = kQueryBytes + kWarps * STAGES * kStageBytes;  // [peer][slice] outputs, then log sums
-constexpr int kReceivedBytes = 20 * kSlice;                                   // from each peer
+constexpr int kReceivedOffset = TEAMS * kTeamBytes;  // [run][slice] outputs, then log sums
+constexpr int kReceivedSums = kCluster * kSlice * 16;
+constexpr int kReceivedBytes = 20 * kSlice;          // of each run
 
 // The barrier that counts what peers send; all threads announce it to the cluster.
 DEVICE void prepare_received(uint32_t barrier) {
-  if (threadIdx.x == 0) {
+  if (is_first_thread()) {
     mbarrier_init(barrier, 1);
     mbarrier_init_fence();
   }
@@ -147,23 +157,23 @@ DEVICE void prepare_received(uint32_t barrier) {
   cluster_announce();
 }
 
-// The slices of the block's partial to the peers that merge them.
+// The slices of a run's partial to the peers that merge them; `member`: the run's place among the eight of its cluster.
 DEVICE void send_slices(const unsigned char* shared, const unsigned char* results, const float (&log_sums)[kWarps][16],
-                        uint32_t barrier, int rank) {
+                        uint32_t barrier, int member) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
   merge_warps(results, log_sums, [&](int vector, const Partial& part) {
-    const int place = rank * kSlice + vector % kSlice;
-    send_partial(received + place * 16, received + kVectors * 16 + place * 4, barrier, vector / kSlice, part);
+    const int place = member * kSlice + vector % kSlice;
+    send_partial(received + place * 16, received + kReceivedSums + place * 4, barrier, vector / kSlice, part);
   });
 }
 
-// The block's slice of what `members` peers have sent.
+// The block's slice of `members` runs that have been sent.
 DEVICE void merge_slices(const unsigned char* shared, const Heads& heads, const Target& target, int rank, int members) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
-  for (int i = threadIdx.x; i < kSlice; i += kThreads) {
-    const Partial merged = merge<8>(members, [&](int peer) {
-      const int place = peer * kSlice + i;
-      return received_partial(received + place * 16, received + kVectors * 16 + place * 4);
+  for (int i = (TEAMS == 1 ? 0 : threadIdx.y * kThreads) + threadIdx.x; i < kSlice; i += TEAMS * kThreads) {
+    const Partial merged = merge<8>(members, [&](int member) {
+      const int place = member * kSlice + i;
+      return received_partial(received + place * 16, received + kReceivedSums + place * 4);
     });
     target.keep(heads, rank * kSlice + i, merged);
   }

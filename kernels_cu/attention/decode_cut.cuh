@@ -16,13 +16,21 @@
 #ifndef ROW_HALVES
 #define ROW_HALVES 2  // 1: rows 8 to 15 of a tile of queries are empty, and nothing but products is done for them
 #endif
+#ifndef TEAMS
+#define TEAMS 1  // four warps each, threadIdx.y of a block, with runs of their own
+#endif
 #ifndef LISTED_LATE
 #define LISTED_LATE 0  // 1: the list of blocks comes after pdl_wait, pages that are known without it are read before
 #endif
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
-#define IN_CLUSTERS 1  // blocks merge their results in clusters of 8
+#define IN_CLUSTERS 1  // blocks merge their results in clusters
+#ifndef CLUSTER
+#define CLUSTER 8  // blocks that share eight runs
+#endif
 #else
 #define IN_CLUSTERS 0
+#undef CLUSTER
+#define CLUSTER 1
 #endif
 
 // How many runs are merged without going through memory, and up to how many pages a row is cut into that many alone:

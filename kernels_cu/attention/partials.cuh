@@ -3,6 +3,8 @@
 #include "cluster.cuh"
 #include "decode_cut.cuh"
 
+DEVICE bool is_first_thread() { return threadIdx.x == 0 && (TEAMS == 1 || threadIdx.y == 0); }
+
 struct Partial {
   float4 out;  // normalised
   float log_sum;
@@ -64,7 +66,7 @@ DEVICE Partial received_partial(uint32_t out, uint32_t log_sum) {
 DEVICE bool arrives_last(int* arrivals, int expected, int count = 1) {
   __shared__ bool last;
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (is_first_thread()) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(arrivals), "r"(count) : "memory");
     last = before + count == expected;

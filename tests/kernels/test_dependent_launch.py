@@ -134,29 +134,31 @@ def test_the_qkv_product_waits_before_it_reads(
 
 
 class WriterThenAttention:
-    """Rows of one slot. Until the writer is done the query and the keys of these positions are NaN."""
+    """Rows of one slot, or of a slot each. Until the writer is done the query and the keys of the positions are NaN."""
 
     num_heads, num_kv_heads, head_dim, max_context = 16, 2, 64, 2048
 
-    def __init__(self, cuda: Any, positions: range, is_tree: bool):
+    def __init__(self, cuda: Any, positions: range, is_tree: bool = False, *, has_own_slots: bool = False):
         self.cuda, self.rows = cuda, len(positions)
         rng = np.random.default_rng(len(positions))
         heads = GroupedAttention(self.num_heads, self.num_kv_heads, self.head_dim)
         self.plan = plan_of(heads, cuda.device, self.max_context)
         self.arrays = workspace(cuda, self.plan)
-        num_pages = self.max_context // PAGE_SIZE
-        table = rng.permutation(num_pages).astype(np.int32)
+        of_slot = self.max_context // PAGE_SIZE
+        slots = np.arange(self.rows, dtype=np.int32) if has_own_slots else np.zeros(self.rows, np.int32)
+        num_pages = of_slot * (slots.max() + 1)
+        table = rng.permutation(num_pages).astype(np.int32).reshape(-1, of_slot)
         q = rng.standard_normal((self.rows, self.num_heads * self.head_dim), np.float32)
         pages = rng.standard_normal((2, num_pages, self.num_kv_heads, PAGE_SIZE, self.head_dim), np.float32)
         before = pages.copy()
-        for position in positions:
-            before[:, table[position // PAGE_SIZE], :, position % PAGE_SIZE] = np.nan
+        for slot, position in zip(slots, positions, strict=True):
+            before[:, table[slot, position // PAGE_SIZE], :, position % PAGE_SIZE] = np.nan
         after = [cuda.array(values, DType.BFLOAT16) for values in (q, *pages)]
         stale = [cuda.array(values, DType.BFLOAT16) for values in (np.full_like(q, np.nan), *before)]
         self.inputs = [array.copy() for array in stale]
         self.writer = SlowWriter(cuda, self.inputs, stale, after)
         self.out = cuda.array(np.full_like(q, np.nan), DType.BFLOAT16)
-        table, slots = cuda.array(table[None]), cuda.array(np.zeros(self.rows, np.int32))
+        table, slots = cuda.array(table), cuda.array(slots)
         # A tree whose nodes are children of the root by turns with those of the node before.
         masks = [1]
         for row in range(1, self.rows):
@@ -184,6 +186,17 @@ class WriterThenAttention:
 )
 def test_attention_sees_what_the_kernel_before_it_writes(cuda: Any, positions: range, is_tree: bool) -> None:
     both = WriterThenAttention(cuda, positions, is_tree)
+    expected = both.step(pdl=False)
+    assert np.isfinite(expected).all()
+    for _ in range(3):
+        assert np.array_equal(both.step(pdl=True), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [2, 8, 16, 32, 64])
+@pytest.mark.parametrize("first", [0, 1060])
+def test_rows_of_many_slots_see_what_the_kernel_before_them_writes(cuda: Any, num_rows: int, first: int) -> None:
+    both = WriterThenAttention(cuda, range(first, first + num_rows), has_own_slots=True)
     expected = both.step(pdl=False)
     assert np.isfinite(expected).all()
     for _ in range(3):

@@ -30,14 +30,14 @@ class Launcher:
     def __init__(self, stream: Stream, modules: Modules, *, use_pdl: bool):
         self.stream, self.modules, self._use_pdl = stream, modules, use_pdl
         self._recorded: list[Module] | None = None
-        self._resident: set[tuple[Kernel, Dimensions, int, int]] = set()
+        self._resident: set[tuple[Kernel, Dimensions, Dimensions, int]] = set()
 
     def __call__(
         self,
         spec: KernelSpec,
         constants: Constants,
         grid: Dimensions,
-        block: int,
+        block: Dimensions,
         *args: KernelArgument,
         smem: int = 0,
         prefers_shared: bool = False,
@@ -55,7 +55,7 @@ class Launcher:
         if spec.waits_across_blocks is not None and shape not in self._resident:
             if spec.waits_across_blocks(macros_of(constants)):
                 kernel.allow_shared_bytes(smem)
-                check_all_resident(kernel, prod(three(grid)), block, smem)
+                check_all_resident(kernel, prod(three(grid)), prod(three(block)), smem)
             self._resident.add(shape)
         launch(self.stream, kernel, grid, block, smem, args, pdl=self._use_pdl, prefers_shared=prefers_shared)
 

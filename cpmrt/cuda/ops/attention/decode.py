@@ -25,17 +25,22 @@ from cpmrt.tensor_spec import BufferSpec
 
 SMS_OF_CLUSTER = {8: 8.8, 4: 4.4, 2: 2}
 """Size of a cluster -> multiprocessors for each one that finds room, a block on each (measured on an H200)."""
+_STAGES_OF_MANY = 2  # of the rings of many rows, of which two on a multiprocessor keep enough in flight
+_NARROW_HEAD = 64  # up to this size a third block of attention fits on a multiprocessor
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
 _SMALL_SHARED_MEMORY = (86, 89, 120, 121)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
 
 @dataclass(frozen=True)
 class DecodeConstants(HeadConstants):
-    """`stages` of the ring of pages; `portable`: without clusters; `tree`: rows of draft trees; `window` in keys (0:
-    all of them); `selected`: rows of a step (1) or of a prefill chunk (2) that chose blocks; `fp8` pages."""
+    """`stages` of the ring of pages; `portable`: without clusters; `cluster`: blocks of one; `teams` of four warps in a
+    block; `tree`: rows of draft trees; `window` in keys (0: all of them); `selected`: rows of a step (1) or of a
+    prefill chunk (2) that chose blocks; `fp8` pages."""
 
     stages: int
     portable: bool
+    cluster: int = 1
+    teams: int = 1
     tree: bool = False
     window: int = 0
     selected: int = 0
@@ -55,7 +60,7 @@ class AttentionLaunch:
     kernel: KernelSpec
     constants: HeadConstants
     grid: tuple[int, int, int]
-    threads: int
+    threads: int | tuple[int, int]
     shared_bytes: int
     sizes: tuple[int, ...]
     takes_local: bool = False
@@ -63,8 +68,8 @@ class AttentionLaunch:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the keys of a row are split over `num_splits` runs of pages; the blocks of a cluster take `cluster` of them
-    and merge their results.
+    """How the keys of a row are split over `num_splits` runs of pages; a cluster takes `cluster` of them and merges
+    their results.
 
     With `has_tree_kernel` many rows of trees that see all keys are left to `tree_attention`, with `has_selected_kernel`
     rows that chose blocks to `selected_attention`, which have the same workspace. A tile has `heads` query heads of a
@@ -78,6 +83,7 @@ class DecodePlan:
     num_sms: int
     heads: int
     units: int
+    shared_bytes_per_block: int
     has_tree_kernel: bool
     has_selected_kernel: bool
 
@@ -94,7 +100,7 @@ class DecodePlan:
         wanted = min(device.num_sms // one.units, pages_for(max_context), _MOST_CLUSTERS * cluster)
         return replace(
             one,
-            constants=replace(one.constants, portable=device.is_portable, selected=0, fp8=is_fp8),
+            constants=replace(one.constants, portable=device.is_portable, cluster=cluster, selected=0, fp8=is_fp8),
             num_splits=max(1, wanted // cluster) * cluster,
             cluster=cluster,
             has_tree_kernel=device.capability == 90,
@@ -115,6 +121,7 @@ class DecodePlan:
             num_sms=device.num_sms,
             heads=ceil(group / tiles),
             units=shape.num_kv_heads * tiles,
+            shared_bytes_per_block=device.shared_bytes_per_block,
             has_tree_kernel=False,
             has_selected_kernel=False,
         )
@@ -140,19 +147,38 @@ class DecodePlan:
         return int(2 * self.num_sms / SMS_OF_CLUSTER[self.cluster])
 
     def launch(self, rows: int, constants: DecodeConstants) -> AttentionLaunch:
-        """Launch `decode_attention` for so many rows. The grid may depend on them: which block takes a run does not
-        change the result."""
+        """Launch `decode_attention` for so many rows. The grid, and how many blocks share a row's runs, may depend on
+        them: which block takes a run does not change the result."""
+        if rows > 1 and self.cluster > 1 and not (constants.tree or constants.selected or constants.fp8):
+            constants = self._of_rows(rows, constants)
         clusters = 2 * self.num_sms // (self.units * rows * self.cluster)
-        clusters, units = min(max(1, clusters), self.num_splits // self.cluster), self.units
-        head_dim, received = constants.head_dim, 5 * self.heads * constants.head_dim if self.cluster > 1 else 0
+        clusters, units, blocks = min(max(1, clusters), self.num_splits // self.cluster), self.units, constants.cluster
         return AttentionLaunch(
             kernel=DECODE_ATTENTION,
             constants=constants,
-            grid=(self.cluster * clusters, units, 1) if rows == 1 else (self.cluster, units * rows, clusters),
-            threads=128,
-            shared_bytes=QUERY_TILE * head_dim * 2 + constants.stages * PAGE_SIZE * head_dim * 4 + received,
+            grid=(blocks * clusters, units, 1) if rows == 1 else (blocks, units * rows, clusters),
+            threads=128 if constants.teams == 1 else (128, constants.teams),
+            shared_bytes=self._shared_bytes(constants),
             sizes=(self.num_splits,),
         )
+
+    def _of_rows(self, rows: int, constants: DecodeConstants) -> DecodeConstants:
+        """Return the constants for several plain rows over 16-bit pages: a block to each run while all clusters find
+        room at once, then fewer blocks a row, so that no row has to wait for another's end."""
+        row_units, head_dim = rows * self.units, constants.head_dim
+        if row_units <= (self.clusters_at_once * 3 // 2 if head_dim <= _NARROW_HEAD else self.clusters_at_once):
+            return constants
+        cluster, teams = 4, 1
+        if row_units * cluster > self.num_sms * 3 // 2:
+            cluster, teams = (2 if row_units * 2 <= self.num_sms else 1), 2
+        many = replace(constants, stages=_STAGES_OF_MANY, cluster=cluster, teams=teams)
+        return many if self._shared_bytes(many) <= self.shared_bytes_per_block else constants
+
+    def _shared_bytes(self, constants: DecodeConstants) -> int:
+        """Return what a block needs: query and ring of each team, and what the blocks of a cluster send it."""
+        head_dim, received = constants.head_dim, 5 * self.heads * constants.head_dim * self.cluster // constants.cluster
+        team = QUERY_TILE * head_dim * 2 + constants.stages * PAGE_SIZE * head_dim * 4
+        return constants.teams * team + (received if self.cluster > 1 else 0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""How many blocks share a row's runs of pages: all of them at once on the device, as far as that can be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cpmrt.config.layers import GroupedAttention
+from cpmrt.cuda.ops.attention.attention import step_launch
+from cpmrt.cuda.ops.attention.decode import DecodeConstants, DecodePlan
+from cpmrt.cuda.precompile import known_device
+
+EIGHT_B = GroupedAttention(32, 2, 128)
+
+
+def constants_of(
+    rows: int, shape: GroupedAttention = EIGHT_B, arch: int = 90, *, is_fp8: bool = False
+) -> DecodeConstants:
+    """The constants of a step of plain rows; what it launches fits the device, and has all rows and runs."""
+    device = known_device(f"sm_{arch}", 132)
+    plan = DecodePlan.of(shape, device, 131_072, is_fp8=is_fp8)
+    one = step_launch(plan, rows, is_tree=False)
+    constants, (width, units, clusters) = one.constants, one.grid
+    assert isinstance(constants, DecodeConstants)
+    assert one.shared_bytes <= device.shared_bytes_per_block - 2048, "the kernel has some shared memory of its own"
+    assert width % constants.cluster == 0 and units == rows * plan.units
+    if constants.cluster * constants.teams != plan.cluster:
+        assert width == constants.cluster and clusters == 1, "one cluster takes all runs of a row"
+    return constants
+
+
+@pytest.mark.parametrize(
+    ("rows", "cluster", "teams", "stages"),
+    [
+        (1, 8, 1, 3), (2, 8, 1, 3), (14, 8, 1, 3), (16, 4, 1, 2), (24, 4, 1, 2), (32, 2, 2, 2), (33, 2, 2, 2),
+        (34, 1, 2, 2), (64, 1, 2, 2),
+    ],
+)  # fmt: skip
+def test_fewer_blocks_share_the_runs_of_more_rows(rows: int, cluster: int, teams: int, stages: int) -> None:
+    made = constants_of(rows)
+    assert (made.cluster, made.teams, made.stages) == (cluster, teams, stages)
+
+
+@pytest.mark.parametrize("shape", [(24, 8, 64), (36, 36, 64), (40, 1, 96), (16, 2, 128), (4, 4, 128)], ids=str)
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+def test_every_shape_fits(shape: tuple[int, int, int], arch: int, rows: int) -> None:
+    made = constants_of(rows, GroupedAttention(*shape), arch)
+    assert (made.cluster == 1 and made.teams == 1) if arch == 80 else made.cluster > 0
+
+
+def test_rows_of_trees_and_those_that_chose_keep_their_blocks() -> None:
+    plan = DecodePlan.of(EIGHT_B, replace(known_device("sm_90", 132), capability=100), 131_072)
+    for options in ({"is_tree": True}, {"is_tree": False, "is_selected": True}):
+        made = step_launch(plan, 64, **options).constants
+        assert isinstance(made, DecodeConstants)
+        assert (made.cluster, made.teams, made.stages) == (8, 1, 3)
+
+
+def test_rows_over_pages_in_fp8_keep_their_blocks() -> None:
+    assert constants_of(32, is_fp8=True) == constants_of(1, is_fp8=True)
