@@ -277,6 +277,8 @@ class ExecutorLimits:
     """Whether rows may have a `Mask`."""
     certain_rows: int = 0
     """Rows of a Decode step at most where slots bring certain tokens; 0: none do."""
+    row_sizes: tuple[int, ...] = ()
+    """Numbers of rows, ascending: a Decode step costs about as much as one of the next of these. Empty: unknown."""
     max_drafting: tuple[int, ...] = ()
     """Slots of a Speculate step of each shape at most; empty: one."""
     takes_tree_masks: bool = False

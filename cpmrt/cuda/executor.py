@@ -28,6 +28,7 @@ from cpmrt.cuda.load.tables import fill, fill_tables
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.lightning import SlotStates
+from cpmrt.cuda.ops.linear import ROW_BUCKETS
 from cpmrt.cuda.ops.screened_head import can_screen
 from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
@@ -83,7 +84,7 @@ class CudaExecutor:
             max(_RUN_AHEAD, 2 * engine.steps_per_launch), max_logit_bias=MAX_LOGIT_BIAS, num_pages=layout.num_pages,
             page_size=PAGE_SIZE, tree_shapes=draft.shapes if draft else (), takes_masks=True, takes_tree_masks=True,
             num_snapshots=layout.num_snapshots, remakes_answers=True,
-            certain_rows=certain_rows(self.config, engine, layout),
+            certain_rows=certain_rows(self.config, engine, layout), row_sizes=ROW_BUCKETS,
         )  # fmt: skip
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._modules, self._dtype = Modules(device.arch, blueprint.dtype), blueprint.dtype

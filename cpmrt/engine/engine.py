@@ -44,8 +44,8 @@ class Engine:
     steps; otherwise all have the first shape that takes so many. The tokens are the same in every case.
 
     The steps of a sequence under a grammar have masks, and bring tokens that are certain (`engine.guide`). It cannot
-    run ahead by more than a step, and by none that drafts; those that decode with it wait for it, and all go on
-    together.
+    run ahead by more than a step; those that decode with it wait for it, and all go on together. A step that drafts
+    waits for those before it, but for one that drafts too.
     """
 
     def __init__(

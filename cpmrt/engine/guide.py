@@ -105,15 +105,26 @@ class Guide:
         self.fill()
         return mask
 
-    def next_step(self, room: int, most: int, *, is_known: bool) -> tuple[Mask, tuple[int, ...]]:
-        """Return the empty mask of the next step, and the certain tokens that it brings.
+    def num_certain(self, room: int, *, is_known: bool) -> int:
+        """Return how many certain tokens the next step may bring, behind which it samples one.
 
-        `is_known`: whether nothing is in flight. `most`: how many it may bring. `room`: for how many more tokens there
-        is room, behind those that are taken.
+        Where nothing is left to sample behind them no step needs to bring them. `is_known`: whether nothing is in
+        flight. `room`: for how many more tokens there is room, behind those that are taken.
         """
-        is_known = is_known or self._samples_certain
+        longest = min(room - len(self._ahead) - 1, self._max_run) if is_known or self._samples_certain else 0
+        if longest <= 0 or not self._knows_certain() or self._matcher.is_complete:
+            return 0
+        tokens = self._certain[:longest]
+        return next((number for number, token in enumerate(tokens) if token in self._stop_ids), len(tokens))
+
+    def next_step(self, num_certain: int) -> tuple[Mask, tuple[int, ...]]:
+        """Return the empty mask of the next step, and the certain tokens that it brings: so many."""
         self._mask, self._samples_certain = Mask(), False
-        return self._mask, self._bring(room, most) if is_known else ()
+        brought, self._certain = self._certain[:num_certain], self._certain[num_certain:]
+        self._ahead += brought
+        if brought:
+            self._num_free = 0
+        return self._mask, brought
 
     @property
     def has_run(self) -> bool:
@@ -121,7 +132,7 @@ class Guide:
         return self._max_run > 0 and self._knows_certain()
 
     def tree_masks(self, room: int) -> TreeMasks:
-        """Return the masks of the next step, which drafts; only trees are in flight. `room` as for `next_step`."""
+        """Return the masks of the next step, which drafts; only trees are in flight. `room` as for `num_certain`."""
         if self._trees:
             self._trees[-1].leave_root()
         self._mask, self._samples_certain = Mask(), False
@@ -235,21 +246,6 @@ class Guide:
         except FormError as error:
             self.failure = error
         return bool(self._certain) and self.failure is None
-
-    def _bring(self, room: int, most: int) -> tuple[int, ...]:
-        """Return the certain tokens that a step brings, behind which it samples one.
-
-        Where nothing is left to sample behind them no step needs to bring them.
-        """
-        longest = min(room - len(self._ahead) - 1, most, self._max_run)
-        if longest <= 0 or not self._knows_certain() or self._matcher.is_complete:
-            return ()
-        stops = (at for at, token in enumerate(self._certain[:longest]) if token in self._stop_ids)
-        length = next(stops, longest)
-        brought, self._certain = self._certain[:length], self._certain[length:]
-        self._ahead += brought
-        self._num_free = 0
-        return brought
 
 
 def fill_masks(guides: Iterable[Guide]) -> None:

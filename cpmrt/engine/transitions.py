@@ -16,6 +16,7 @@ from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import PLAIN
 from cpmrt.errors import NonFiniteLogitsError
 from cpmrt.executor import (
+    MAX_ROWS,
     Admit,
     Decode,
     ExecutorLimits,
@@ -141,18 +142,29 @@ def decode_step(sequences: tuple[Sequence, ...], shape: int, limits: ExecutorLim
     if not any(seq.guide for seq in sequences):
         return Decode(slots)
     masks, certain = list[Mask | None](), list[tuple[int, ...]]()
-    num_free = limits.certain_rows - len(sequences)
-    for seq in sequences:
-        mask: Mask | None = None
-        brought: tuple[int, ...] = ()
-        if seq.guide:
-            mask, brought = seq.guide.next_step(seq.room, num_free, is_known=not seq.num_in_flight)
+    for seq, count in zip(sequences, _num_certain(sequences, limits), strict=True):
+        mask, brought = seq.guide.next_step(count) if seq.guide else (None, ())
         masks.append(mask)
         certain.append(brought)
-        num_free -= len(brought)
     if limits.run_ahead == 1:
         fill_masks_of([seq.guide for seq in sequences if seq.guide])
     return Decode(slots, tuple(masks), tuple(certain) if any(certain) else ())
+
+
+def _num_certain(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> list[int]:
+    """Return how many certain tokens each sequence brings along in the next step.
+
+    For fewer of them than half of the sequences the step is not made larger than it is for the sequences alone.
+    """
+    wishes = [seq.guide.num_certain(seq.room, is_known=not seq.num_in_flight) if seq.guide else 0 for seq in sequences]
+    num_rows, counts = len(sequences), list[int]()
+    num_free = max(limits.certain_rows - num_rows, 0)
+    if 2 * min(sum(wishes), num_free) < num_rows:
+        num_free = min(num_free, next((size for size in limits.row_sizes if size >= num_rows), MAX_ROWS) - num_rows)
+    for wish in wishes:
+        counts.append(min(wish, num_free))
+        num_free -= counts[-1]
+    return counts
 
 
 def submitted(seq: Sequence, step: Step) -> None:

@@ -18,7 +18,7 @@ from cpmrt.executor import Admit, Decode, ExecutorLimits, Mask, Prefill, SlotRes
 LIMITS = st.builds(
     limits, st.integers(1, 5), st.integers(1, 4), st.integers(2, 9),
     num_pages=st.sampled_from([0, 4 * 32]), page_size=st.just(4),
-    certain_rows=st.sampled_from([0, 1, 3, 16, 64]),
+    certain_rows=st.sampled_from([0, 1, 3, 16, 64]), row_sizes=st.sampled_from([(), (2, 4, 64)]),
 )  # fmt: skip
 WANTED = st.tuples(
     st.lists(st.integers(0, 48), min_size=1, max_size=20),
@@ -74,6 +74,20 @@ def test_rows_of_certain_tokens_are_those_that_there_is_room_for(run_ahead, comp
     rows = [len(step.slots) + sum(map(len, step.certain)) for step in steps]
     assert rows and max(rows) == 4 and all(any(step.certain) for step in steps)
     assert all(len(step.certain) == len(step.masks) == len(step.slots) for step in steps)
+
+
+@pytest.mark.parametrize("sizes", [(8, 16), ()], ids=str)
+def test_a_step_is_not_made_larger_for_few_certain_tokens(sizes):
+    """Seven of eight sequences are free, and the eighth has less than four certain tokens, mostly."""
+    executor = ScriptedExecutor(limits(4, max_sequences=8, row_sizes=sizes))
+    engine = Engine(executor, prefix_cache=False)
+    sequences = [engine.add(request([number], None, seed=number, new=60)) for number in range(7)]
+    sequences.append(engine.add(request([1, 2, 3], 7, seed=1, new=60)))
+    tokens = [tokens_of(engine, seq) for seq in sequences]
+    assert tokens[-1] == expected([1, 2, 3], 7, 1, 60, ())
+    steps = [step for step in executor.steps if isinstance(step, Decode) and len(step.slots) == 8]
+    brought = {sum(map(len, step.certain)) for step in steps}
+    assert not (sizes and brought & {1, 2, 3}) and (sizes or brought & {1, 2, 3})
 
 
 def test_other_sequences_decode_in_the_same_steps():
