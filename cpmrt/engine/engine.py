@@ -147,12 +147,16 @@ class Engine:
         seq.outbox.clear()
 
     def advance(self) -> None:
-        """Submit what may be submitted, then wait for the oldest step in flight and hand out its results."""
-        while self._in_flight.num_awaited < self.limits.run_ahead and self._submit_next():
-            pass
+        """Submit what may be submitted, then wait for the oldest step in flight and hand out its results.
+
+        Where nothing is in flight then, the next step is submitted before anybody reads them.
+        """
+        self._submit_up_to(self.limits.run_ahead)
         try:
             if self._in_flight:
                 self._collect_oldest()
+            if self.limits.run_ahead > 1:
+                self._submit_up_to(1)
         finally:
             self._in_flight.give_masks()
         self._collect_control_steps()
@@ -206,6 +210,11 @@ class Engine:
         self._free_slots = list(range(self.limits.max_sequences))[::-1]
         self.cache = empty_cache(self.limits, is_on=self._uses_cache)
         self.executor.close()
+
+    def _submit_up_to(self, num_steps: int) -> None:
+        """Submit what may be submitted, until so many steps are in flight."""
+        while self._in_flight.num_awaited < num_steps and self._submit_next():
+            pass
 
     def _submit_next(self) -> bool:
         if not transitions.have_empty_mask(self.running) and (self._resume_one() or self._take_one()):
