@@ -15,7 +15,7 @@ from cpmrt.cuda.draft.block import block_modules, candidate_vocab
 from cpmrt.cuda.draft.forward import draft_forward, every_inner_shape, every_shape
 from cpmrt.cuda.draft.kernels import tree_modules
 from cpmrt.cuda.draft.memory import as_target
-from cpmrt.cuda.draft.several import most_sequences
+from cpmrt.cuda.draft.several import late_rows, most_sequences
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.cuda.load.repack import repack_modules
@@ -120,6 +120,8 @@ def _record(
     if draft is not None:
         own = draft_forward(draft, plan.draft_caches, device, launcher, gemm, arrays)
         every_shape(draft, forward, own, chunks, most_sequences(draft, plan.caches))
+        if own is not None:
+            own.waiting(late_rows(draft))  # once an answer has a form
         if draft.inner is not None and own is not None:
             caches = plan.inner_caches and replace(plan.inner_caches, prefix=PREFIX)
             inner = draft_forward(draft.inner, caches, device, launcher, gemm, as_target(arrays))

@@ -56,7 +56,7 @@ class StepsInFlight:
     def give_masks(self) -> None:
         """Wait until the tree of the newest step, if it has one, has its masks: whoever waits may go away for long.
 
-        What fails fails again when the step is collected.
+        The results of all steps before such a tree are known. What fails fails again when the step is collected.
         """
         if not self._steps:
             return

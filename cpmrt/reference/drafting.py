@@ -104,7 +104,7 @@ class Drafter:
         self.carry: F32 | None = arrays.get("carry")
         self.token_map: Array | None = arrays.get("draft.token_map")
         self.draft = draft
-        self.waiting = Waiting(MAX_WAITING)
+        self.waiting = Waiting()
         self.chains: ChainDrafter | None = None
         """Of a small model with a draft of its own."""
         self.num_passes = 0

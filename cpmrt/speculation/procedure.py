@@ -204,11 +204,9 @@ class Waiting:
     """Counts the tokens of each slot that wait for the draft, on the host.
 
     Where the host does not know how many tokens a step has given it is told the most, so that counts are upper bounds.
-    `step_rows`: rows of the pass over what waits that a speculative step begins with.
     """
 
-    def __init__(self, step_rows: int):
-        self.step_rows = step_rows
+    def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
     def of(self, slot: int) -> int:
@@ -231,9 +229,12 @@ class Waiting:
             self._counts[slot] += count
         return late
 
-    def before_speculation(self, slot: int) -> bool:
-        """Return whether the draft has to catch up before a speculative step, since more waits than that looks at."""
-        is_late = self._counts[slot] > self.step_rows
+    def before_speculation(self, slot: int, step_rows: int) -> bool:
+        """Return whether the draft has to catch up before a speculative step, since more than `step_rows` tokens wait.
+
+        These are the rows of the pass over what waits that the step begins with.
+        """
+        is_late = self._counts[slot] > step_rows
         if is_late:
             self._counts[slot] = 1
         return is_late

@@ -70,9 +70,11 @@ class DraftParts:
         if self.blocks is not None:
             self.blocks.load()
 
-    def step(self, ops: DraftLaunches, shape: TreeShape) -> Callable[[], None]:
-        """Return what launches a speculative step of this shape."""
-        rows, block_rows = 0 if self.forward is None else waiting_rows(self.draft), self.draft.block_rows
+    def step(self, ops: DraftLaunches, shape: TreeShape, num_waiting: int | None = None) -> Callable[[], None]:
+        """Return what launches a speculative step of this shape, which begins with a pass over `num_waiting` rows."""
+        rows, block_rows = num_waiting or waiting_rows(self.draft), self.draft.block_rows
+        if self.forward is None:
+            rows = 0
         if block_rows:
             return partial(speculate_block, ops, shape, rows, block_rows)
         return partial(speculate if self.draft.inner is None else speculate_chain, ops, shape, rows)

@@ -16,6 +16,8 @@ _ALONE: dict[str, Callable[[Draft, CacheLayout], bool]] = {
     "recurrent states: the rows of a step are one chain": lambda _, caches: "lightning_chain" in caches.specs,
 }
 """Why a step has one sequence only."""
+_LATE_ROWS = 16
+"""Tokens that a short run of certain ones and the draft steps around it leave waiting."""
 
 
 def most_sequences(draft: Draft, caches: CacheLayout) -> tuple[int, ...]:
@@ -49,3 +51,9 @@ def _most_rows(draft: Draft, shape: TreeShape) -> int:
 def waiting_rows(draft: Draft) -> int:
     """Tokens that the draft has not seen when a speculative step begins, at most: what a step before may have given."""
     return max(shape.max_emitted for shape in draft.shapes)
+
+
+def late_rows(draft: Draft) -> int:
+    """Rows of the pass over what waits that a step under a form begins with where more waits than `waiting_rows`: a
+    plain step has brought certain tokens. A draft with an inner one catches up instead."""
+    return waiting_rows(draft) if draft.inner else max(_LATE_ROWS, waiting_rows(draft))

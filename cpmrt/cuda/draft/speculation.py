@@ -12,7 +12,7 @@ from cpmrt.cuda.draft.forward import SCRATCH, every_inner_shape, every_shape
 from cpmrt.cuda.draft.inner import InnerSteps, Loop
 from cpmrt.cuda.draft.launches import DraftLaunches, DraftParts
 from cpmrt.cuda.draft.memory import tree_tables
-from cpmrt.cuda.draft.several import captured_count, captured_counts, most_sequences, waiting_rows
+from cpmrt.cuda.draft.several import captured_count, captured_counts, late_rows, most_sequences, waiting_rows
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.load.tables import fill, fill_tables
@@ -55,13 +55,15 @@ class Speculation:
         operands = self._parts, target, arrays, self._inner
         self._ops = DraftLaunches(*operands)
         self._several_ops = partial(DraftLaunches, *operands)
-        self._waiting = Waiting(waiting_rows(draft))
+        self._waiting = Waiting()
         self.most = most_sequences(draft, plan.caches)
         """The sequences of a step at most, of each shape."""
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
         self._vocab_size = config.vocab_size
         self._masked_ring: TreeRing | None = None
         """Of steps with masks, made for the first one."""
+        self._captured = set[tuple[int, int]]()
+        """Of these the shapes and the rows that the draft's first pass has."""
 
     def modules(self) -> tuple[Module, ...]:
         """Return the kernels that are launched beside the forwards."""
@@ -157,14 +159,15 @@ class Speculation:
 
     def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...]) -> Answer:
         """Start a step. `num_logprobs`: what each of its sequences asked for."""
+        num_rows = self._first_rows(step)
         for slot in step.slots:
-            if self._forward is not None and self._waiting.before_speculation(slot):
+            if self._forward is not None and self._waiting.before_speculation(slot, num_rows):
                 self._run_catch_up(graphs, slot)
         self._rings.write_slots(SPECULATE, step.slots)
         help_along: Callable[[], bool | None] | None = None
         name = "speculate", step.shape, captured_count(len(step.slots), self.most[step.shape])
         if step.masks is not None:
-            help_along = self._start_masked(graphs, step.shape, step.masks)
+            help_along = self._start_masked(graphs, step.shape, num_rows, step.masks)
         elif self._inner is not None:
             graphs.run(name)
         else:
@@ -179,17 +182,44 @@ class Speculation:
         if self._masked_ring is not None:
             self._masked_ring.close()
 
-    def _start_masked(self, graphs: Graphs, shape: int, masks: TreeMasks) -> MaskedTree:
+    def _first_rows(self, step: Speculate) -> int:
+        """Return the rows of each slot in the pass over what waits that a step begins with."""
+        few = waiting_rows(self._draft)
+        if step.masks is None or self._forward is None or self._waiting.of(step.slots[0]) <= few:
+            return few
+        return late_rows(self._draft)
+
+    def _start_masked(self, graphs: Graphs, shape: int, num_rows: int, masks: TreeMasks) -> MaskedTree:
         """Start a step under masks. The first one captures the graphs of all shapes: later ones may be submitted while
-        a tree waits for its masks, and a capture might wait for the device."""
+        a tree waits for its masks, and a capture might wait for the device. Where more tokens wait nothing is in
+        flight: such a step's graph is captured when it is first needed."""
         if self._masked_ring is None:
             self._masked_ring = TreeRing(self._vocab_size)
-            ops = self._several_ops(ring=self._masked_ring)
-            for number, each in enumerate(self._draft.shapes):
-                graphs.add(("speculate under masks", number), self._parts.step(ops, each))
+            for number in range(len(self._draft.shapes)):
+                self._capture_masked(graphs, number, waiting_rows(self._draft))
+        if (shape, num_rows) not in self._captured:
+            self._prepare_waiting(graphs, num_rows)
+            self._capture_masked(graphs, shape, num_rows)
         tree = MaskedTree(self._masked_ring, self._rings.next_number, self._draft.shapes[shape].tree_size, masks)
-        graphs.run(("speculate under masks", shape))
+        graphs.run(("speculate under masks", shape, num_rows))
         return tree
+
+    def _capture_masked(self, graphs: Graphs, shape: int, num_rows: int) -> None:
+        ops = self._several_ops(ring=self._masked_ring)
+        step = self._parts.step(ops, self._draft.shapes[shape], num_rows)
+        graphs.add(("speculate under masks", shape, num_rows), step)
+        self._captured.add((shape, num_rows))
+
+    def _prepare_waiting(self, graphs: Graphs, num_rows: int) -> None:
+        """Compile what a pass over so many tokens that wait needs, and run it once on padding rows, which loads it."""
+        assert self._forward is not None
+        with self._launcher.recording() as modules:
+            self._forward.waiting(num_rows)
+        self._launcher.modules.compile(modules)
+        graphs.flush()
+        with self._launcher.stream:
+            self._arrays["draft_slots"].fill(-1)
+        self._forward.waiting(num_rows)
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
         """Time the draft's passes and the target's of a step of this shape, over the rows that the last step left."""
