@@ -218,7 +218,7 @@ class Speculation:
         self._launcher.modules.compile(modules)
         graphs.flush()
         with self._launcher.stream:
-            self._arrays["draft_slots"].fill(-1)
+            fill(self._arrays["draft_slots"], -1)
         self._forward.waiting(num_rows)
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
