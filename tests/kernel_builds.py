@@ -122,7 +122,8 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | {"KEPT_ROUNDS": 3, "SMEM_BYTES": 83200, "KV_RANK": 256, "NOPE_DIM": 64, "ROPE_DIM": 32, "VALUE_DIM": 64},
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
-        | _NO_NORM,
+        | _NO_NORM
+        | {"AHEAD": 1},
         {
             "LINEAR": 0,
             "IN_FEATURES": 4096,

@@ -144,10 +144,10 @@ class Ops(Protocol):
 
     def project_residual(
         self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float, after: Handoff = NOTHING,
-        *, is_prefill: bool = False,
+        *, ahead: Any = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
         """x += scale * (inner weight^T + bias), in place (o_proj, down_proj, a draft's fc). `after`: what the op that
-        made `inner` has left."""
+        made `inner` has left. `ahead`: the weight of the product behind this one, parts of which may be fetched."""
 
     def gate_up(
         self, out: Any, x: Any, norm: Any, weight: Any, eps: float, *, fatrelu: float | None = None,

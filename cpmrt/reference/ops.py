@@ -314,7 +314,7 @@ class NumpyOps:
 
     def project_residual(
         self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float, after: Handoff = NOTHING,
-        *, is_prefill: bool = False,
+        *, ahead: Matrix | None = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
         check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         added = linear(inner, weight, is_prefill=is_prefill)

@@ -36,6 +36,8 @@
 //     this one, which starts the next kernel behind its own wait: all before that one has finished, so this one starts the next at once
 //   EARLY_WARPS: the first warps of a block, which alone do what EARLY_SLOTS says; without it all warps
 //   OWN_RUNS: 1: with one row and SHARED_RUN, NORM and PREPARED 0 warps that share a run of x wait for each other alone; else all for all
+//   AHEAD: 1: a residual product asks for what the product after it reads first, once x is there: until that one's blocks find room the
+//     memory would have nothing to do
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
 // Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
@@ -55,7 +57,7 @@
     !defined(CLUSTERS) || !defined(RECEIVED_APART) || !defined(FEEDS) || !defined(TRIGGER) || !defined(KEPT_ROUNDS) || \
     !defined(SMEM_BYTES) || !defined(PORTABLE) || (EARLY_WARPS > WARPS && defined(EARLY_WARPS)) || (ROWS > 1 && defined(OWN_RUNS)) || \
     (LINEAR == 4 && !defined(KV_RANK)) || (LINEAR == 4 && !defined(NOPE_DIM)) || (LINEAR == 4 && !defined(ROPE_DIM)) || \
-    (LINEAR == 4 && !defined(VALUE_DIM)) || (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
+    (LINEAR == 4 && !defined(VALUE_DIM)) || (LINEAR != 2 && defined(FATRELU)) || (LINEAR != 1 && defined(AHEAD)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
 #error "a constant is not defined, or not for this product"
 #endif
 #if LINEAR == 4
@@ -72,6 +74,11 @@
 #define PACKED_BOUNDS __launch_bounds__(kThreads, 1)
 #endif
 
+#ifdef AHEAD
+constexpr bool kFetchesAhead = true;
+#else
+constexpr bool kFetchesAhead = false;
+#endif
 constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` wrote before a barrier
 constexpr bool kGuesses = LINEAR == 0 && ROWS == 1 && !SHARED_RUN;   // where the row is, before the wait
 constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // more tiles leave no registers for what is read before the products
@@ -133,7 +140,7 @@ DEVICE void accumulate_rounds(Sums (&out)[KEPT_ROUNDS], const WeightStream& weig
 // The whole product; x (T, K), or with PREPARED what prepare_rows wrote.
 template <class Epilogue>
 DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
-                           const void* weight, float4* partials, int* arrivals, int T, float eps) {
+                           const void* weight, float4* partials, int* arrivals, int T, float eps, const Ahead& ahead = {}) {
   constexpr bool kNormalises = NORM && !PREPARED;
   static_assert(!kNormalises || !SHARED_RUN || RUNS == 1 || CLUSTERS, "a block that sees one run of x cannot normalise it");
   const Lane at;
@@ -181,6 +188,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
   if constexpr (WGMMA_PRODUCTS) async_proxy_fence();
   if (!kOwnRuns || kLooksLate) __syncthreads();
   else activations.wait_for_run();
+  if constexpr (kFetchesAhead) ahead.fetch(at);
   if constexpr (kJoinsRounds) {
     if (PREPARED || kLooksLate) look(0);
     Sums out[KEPT_ROUNDS] = {};
@@ -237,10 +245,19 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_qkv)(
 // x += scale * (inner W^T + bias), in place, rounded once.  x (T, N); inner (T, K); bias (N) or null.
 extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_residual)(
     scalar_t* x, const scalar_t* inner, const void* __restrict__ weight, float4* partials, int* arrivals,
-    const scalar_t* __restrict__ bias, int T, int N, float scale) {
+    const scalar_t* __restrict__ bias, int T, int N, float scale
+#ifdef AHEAD
+    , const unsigned char* ahead, int ahead_pieces, int ahead_stride, int ahead_bytes
+#endif
+) {
   if (TRIGGER == 0) pdl_launch_dependents();
   ResidualEpilogue<NT, kThreadPairs> epilogue{x, bias, N, scale};
-  packed_product(epilogue, N / 16, inner, nullptr, weight, partials, arrivals, T, 0.0f);
+#ifdef AHEAD
+  const Ahead next = {ahead, ahead_pieces, ahead_stride, ahead_bytes};
+#else
+  constexpr Ahead next = {};
+#endif
+  packed_product(epilogue, N / 16, inner, nullptr, weight, partials, arrivals, T, 0.0f, next);
 }
 #endif
 

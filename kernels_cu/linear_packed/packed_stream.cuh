@@ -101,6 +101,19 @@ struct Lane {
   }
 };
 
+// What the next product reads first: pieces of so many bytes at equal distances, a multiple of 16 both.
+struct Ahead {
+  const unsigned char* weight;
+  int pieces, stride, bytes;
+
+  // Brings them to the L2; each warp of the grid asks for its share.
+  DEVICE void fetch(const Lane& at) const {
+    if (at.lane != 0) return;
+    for (int piece = blockIdx.x * kWarps + at.warp; piece < pieces; piece += gridDim.x * kWarps)
+      prefetch_to_l2(weight + static_cast<size_t>(piece) * stride, bytes);
+  }
+};
+
 // Chunks that the warp copies before x: a constant where all warps copy as many.
 #ifdef EARLY_WARPS
 #define EARLY_CHUNKS early_slots()

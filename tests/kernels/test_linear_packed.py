@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -413,6 +413,35 @@ def test_products_between_kernels_that_prefer_shared_memory_prefer_it_too(beside
     x = np.zeros((1, layout.in_features), np.uint16)
     left = products.step(StepProduct("residual", (x,), x, None, 0.0, ()), weight, NOTHING)
     assert asked == [beside_others] == [left.prefers_shared]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_is_read_first_lies_in_the_weight(name: str) -> None:
+    layout = make_layout(name, H200)
+    for rows in ROW_BUCKETS:
+        first = plan_packed(layout, rows, H200).first_read
+        assert (first is not None) == (rows == 1 and layout.runs == 1 and layout.bits == 4)
+        if first is not None:
+            pieces, stride, nbytes = first
+            assert pieces * stride == layout.num_bytes and 0 < nbytes <= stride
+            assert stride % 16 == nbytes % 16 == 0, "so the copy engine wants it"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", ["0.5B down", "uneven o", "permuted o", "EAGLE-3 demo fc", "ternary 0.5B down"])
+def test_a_weight_that_comes_early_changes_nothing(cuda: Any, name: str, dtype: DType) -> None:
+    launcher, layout = Launcher(cuda, make_case(name, dtype)), make_layout("wide gate_up", H200)
+    expected, a = launcher.run(1), launcher.arrays
+    early = PackedWeight(cuda.array(np.zeros(layout.num_bytes, np.uint8)), None, layout)
+    weight = PackedWeight(launcher.weight, a["permutation"], launcher.layout)
+    arrays = {"packed_rows": launcher.poisoned(1 << 16, 1)}
+    products = PackedProducts(cuda.launcher(dtype, pdl=True), None, arrays, launcher.on)
+    for ahead in (None, early):
+        outputs = launcher.outputs(1)
+        launcher.wait()
+        products.step(replace(launcher.product(1, outputs), x=a["x"][:1]), weight, NOTHING, ahead)
+        assert np.array_equal(bits(launcher.words(1, outputs)), bits(expected))
 
 
 def test_six_tiles_a_multiprocessor_are_one_round_of_whole_rows() -> None:

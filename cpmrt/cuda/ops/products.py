@@ -167,6 +167,7 @@ class Products:
         scale: float,
         after: Handoff = NOTHING,
         *,
+        ahead: Weight | None = None,
         is_prefill: bool = False,
     ) -> None:
         """Launch the op `project_residual`."""
@@ -174,7 +175,7 @@ class Products:
         num_rows, factor = np.int32(len(x)), np.float32(scale)
         if not is_prefill:
             rest = bias, num_rows, np.int32(x.shape[1]), factor
-            self._step(StepProduct("residual", (x,), inner, None, 0.0, rest), weight, after)
+            self._step(StepProduct("residual", (x,), inner, None, 0.0, rest), weight, after, ahead)
         elif bias is None:
             self._dense(x, inner, weight, alpha=scale, beta=1.0)
         else:
@@ -208,9 +209,11 @@ class Products:
         rest = np.int32(len(x)), np.int32(weight.shape[0]), np.float32(eps), np.float32(divisor)
         self._step(StepProduct("head", (logits,), x, norm, eps, rest), weight)
 
-    def _step(self, product: StepProduct, weight: Weight, after: Handoff = NOTHING) -> Handoff:
+    def _step(
+        self, product: StepProduct, weight: Weight, after: Handoff = NOTHING, ahead: Weight | None = None
+    ) -> Handoff:
         if isinstance(weight, PackedWeight):
-            return self._packed.step(product, weight, after)
+            return self._packed.step(product, weight, after, ahead)
         launch_linear(self._launch, product, weight, self._device, prefers_shared=self._prefers_shared)
         return Handoff(None, self._prefers_shared)
 

@@ -40,13 +40,14 @@ class GroupedBuffers:
 
 @dataclass(frozen=True, slots=True)
 class BoundAttention:
-    """The weights and the pages of one layer."""
+    """The weights and the pages of one layer; `gate_up` is read behind them."""
 
     qkv: QkvWeights
     gate: Any | None
     output: Any
     output_bias: Any | None
     pages: KVPages
+    gate_up: Any | None
 
 
 def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[TensorSpec]:
@@ -133,7 +134,8 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     """Return weights and pages as `run` takes them."""
     norm = None if layer.reads_joined else weights["attention_norm"]
     qkv = QkvWeights(norm, weights["qkv"], weights["qkv_bias"], weights["q_norm"], weights["k_norm"])
-    return BoundAttention(qkv, weights["output_gate"], weights["output"], weights["output_bias"], kv_pages(caches))
+    output, bias = weights["output"], weights["output_bias"]
+    return BoundAttention(qkv, weights["output_gate"], output, bias, kv_pages(caches), weights["gate_up"])
 
 
 def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
@@ -156,7 +158,8 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
     if mixer.output_gate:
         ops.gate_rows(out, None, scratch.gate, step.eps)
     ops.project_residual(
-        step.x, out, bound.output, bound.output_bias, step.residual_scale, is_prefill=rows.is_prefill
+        step.x, out, bound.output, bound.output_bias, step.residual_scale, ahead=bound.gate_up,
+        is_prefill=rows.is_prefill,
     )  # fmt: skip
 
 

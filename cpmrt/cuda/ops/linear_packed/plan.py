@@ -50,6 +50,8 @@ _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
 # Up to this width of a model all of its products ask for as much shared memory as a multiprocessor has, else none does:
 # it changes the split only while it is idle, so a block that wants another one than its neighbours starts late.
 _NARROW_WIDTH = 2048
+# Weights in so many bits begin to come to the L2 during the product before theirs.
+_AHEAD_BITS = 4
 # For one row a grid of as many blocks as multiprocessors takes so much over half of the memory that no two share one.
 _OVER_HALF_BYTES = 1024
 
@@ -85,6 +87,7 @@ class LinearPackedConstants:
     row_pitch: int | None = None
     early_warps: int | None = None
     own_runs: bool | None = None
+    ahead: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +186,16 @@ class PackedPlan:
     @property
     def _fed_columns(self) -> int:
         return self.layout.out_features // 2
+
+    @property
+    def first_read(self) -> tuple[int, int, int] | None:
+        """Pieces that the warps read of the weight first, the bytes from one to the next, and those of each. Only of
+        one row's products with 4 bits whose warps take whole rows: for others bringing them early was not measured."""
+        own, layout = self.constants, self.layout
+        if own.rows > 1 or layout.runs > 1 or layout.bits != _AHEAD_BITS:
+            return None
+        chunk = Ring.of(layout, own.rows, own.warps, 1).level // own.warps
+        return layout.num_tiles, layout.tile_bytes, chunk
 
     @property
     def partial_bytes(self) -> int:

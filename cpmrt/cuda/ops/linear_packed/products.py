@@ -6,7 +6,7 @@ Also what they need in the plan of the executor: the weights' regions, and buffe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -14,11 +14,11 @@ import numpy as np
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import StepProduct
-from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, RepackConstants, packed_layout
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, RepackConstants, Weight, packed_layout
 from cpmrt.cuda.ops.linear_packed.plan import (
     LINEAR_PACKED,
     PREPARE,
@@ -44,6 +44,8 @@ GATHER = KernelSpec("gather_columns", "linear_packed/gather.cu", "project_residu
 _plan = lru_cache(maxsize=1024)(plan_packed)
 _plan_short = lru_cache(maxsize=256)(plan_short_chunk)
 _BLOCK = 256
+_FETCHING_CAPABILITY = 90
+"""From this compute capability on a kernel can ask for bytes to be brought to the L2."""
 _WIDTH = 8
 """Elements that a thread of the gathering kernel moves."""
 
@@ -165,19 +167,32 @@ class PackedProducts:
         self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
         self._scratch = PackedScratch.of(arrays)
 
-    def step(self, product: StepProduct, weight: PackedWeight, after: Handoff) -> Handoff:
-        """Launch a product of 1 to 64 rows, fused as with a weight in 16 bits; `after`: what its rows' op has left."""
+    def step(
+        self, product: StepProduct, weight: PackedWeight, after: Handoff, ahead: Weight | None = None
+    ) -> Handoff:
+        """Launch a product of 1 to 64 rows, fused as with a weight in 16 bits. `after`: what its rows' op has left.
+        `ahead`: the weight of the product behind this one, which begins to come to the L2."""
         scratch, (plan, x) = self._scratch, self._planned(product, weight, after.prepared)
         left = Prepared(scratch.fed, plan.fed) if plan.fed else None
         prefers_shared = plan.prefers_shared or self._prefers_shared
         exchanged = (scratch.partials, scratch.arrivals) if plan.num_arrivals else (None, None)
         more = (left.rows if left else None,) if product.kind == "gate_up" else ()
+        constants, fetched = product.built(plan.constants), self._first_read(ahead, len(product.x))
+        if fetched:
+            constants = replace(constants, ahead=True)
         self._launch(
-            LINEAR_PACKED[product.kind], product.built(plan.constants), plan.grid, plan.block,
-            *product.arguments(x, (weight.data, *exchanged), more),
+            LINEAR_PACKED[product.kind], constants, plan.grid, plan.block,
+            *product.arguments(x, (weight.data, *exchanged), more), *fetched,
             smem=plan.shared_bytes, prefers_shared=prefers_shared,
         )  # fmt: skip
         return Handoff(left, prefers_shared)
+
+    def _first_read(self, weight: Weight | None, num_rows: int) -> tuple[KernelArgument, ...]:
+        """Return what to bring early of a weight, as the kernel takes it; empty where nothing is."""
+        if not isinstance(weight, PackedWeight) or self._device.capability < _FETCHING_CAPABILITY:
+            return ()
+        pieces = _plan(weight.layout, num_rows, self._device).first_read
+        return () if pieces is None else (weight.data, *map(np.int32, pieces))
 
     def _planned(
         self, product: StepProduct, weight: PackedWeight, fed: Prepared | None
