@@ -2,6 +2,8 @@
 
 BLAS picks its summation order by the shape of a product. Rows go through it in tiles of one shape, filled up with
 zeros: small tiles for a step, large ones for the many rows of a prefill, whose keys go in tiles at fixed positions.
+Some kernels of BLAS also sum by a row's place in its tile: those of OpenBLAS for CPUs without AVX-512 take twelve rows at
+a time, and the last six in another order than the first. With them a prefill has small tiles too.
 """
 
 from __future__ import annotations
@@ -10,7 +12,18 @@ import numpy as np
 
 from cpmrt.dtypes import F32, Array
 
-STEP_TILE, PREFILL_TILE, KEY_TILE = 8, 64, 256
+STEP_TILE, KEY_TILE = 8, 256
+
+
+def rows_are_alike(num_rows: int) -> bool:
+    """Tell whether BLAS gives equal rows of a tile of so many rows equal bits, wherever in the tile they are."""
+    weight = np.sin(np.arange(80 * 96, dtype=np.float32)).reshape(80, 96)
+    tile = np.tile(weight[0], (1, num_rows, 1))
+    products = np.matmul(tile, weight.T), np.matmul(tile, np.ascontiguousarray(weight.T))
+    return all(np.array_equal(found, np.broadcast_to(found[:, :1], found.shape)) for found in products)
+
+
+PREFILL_TILE = 64 if rows_are_alike(64) else STEP_TILE
 
 
 def tiles_of(x: F32, tile_rows: int) -> F32:

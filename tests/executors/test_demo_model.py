@@ -18,24 +18,27 @@ def demo():
         yield llm
 
 
-def first_function(text):
-    """The source of the first complete function in `text`."""
+def returning_function(text):
+    """The first complete function in `text`, if it has more than one statement and returns something."""
     lines = text.splitlines()
     for end in range(len(lines), 1, -1):
         try:
             tree = ast.parse("\n".join(lines[:end]))
         except SyntaxError:
             continue
-        return next(node for node in tree.body if isinstance(node, ast.FunctionDef))
-    raise AssertionError("no function that parses in:\n" + text)
+        function = next((node for node in tree.body if isinstance(node, ast.FunctionDef)), None)
+        returns = function is not None and any(isinstance(node, ast.Return) for node in ast.walk(function))
+        return function if returns and len(function.body) >= 2 else None
+    return None
 
 
-def test_it_writes_a_function_that_parses_and_returns(demo):
+def test_it_writes_functions_that_parse_and_return(demo):
+    """Which ones do depends on the last bits of the logits, and so on the machine: of 12, 7 to 9 did on three."""
     prompt = "def read_lines(path):"
-    out = demo.generate(prompt, SamplingParams(max_new_tokens=128))
-    function = first_function(prompt + out.text)
-    assert function.name == "read_lines" and len(function.body) >= 2
-    assert any(isinstance(node, ast.Return) for node in ast.walk(function))
+    params = [SamplingParams(max_new_tokens=128, temperature=0.6, top_p=0.95, seed=seed) for seed in range(12)]
+    answers = demo.generate([prompt] * len(params), params)
+    functions = [returning_function(prompt + answer.text) for answer in answers]
+    assert sum(function is not None and function.name == "read_lines" for function in functions) >= 4
 
 
 def test_sampled_text_differs_by_seed_and_repeats_by_seed(demo):

@@ -53,7 +53,7 @@ def test_chat(run):
 
 def test_stream(run):
     out, err = run("stream")
-    assert out.rstrip("\n").count("\n") >= 7 and err.strip().startswith("cancelled after")
+    assert out.count("\n") >= 8 and err.strip().startswith("cancelled after")
 
 
 @pytest.mark.all
