@@ -203,6 +203,20 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _SHORT
         | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
     ),
+    "linear_packed/packed_gemm_wide.cu": (
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TILES": 16, "STAGES": 4} | _SHORT,
+        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TILES": 8, "STAGES": 4} | _SHORT,
+        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 16, "STAGES": 3}
+        | _SHORT
+        | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 4, "STAGES": 4}
+        | _SHORT
+        | {"SCALE_GROUP": 64},
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TILES": 16, "STAGES": 4, "GATED": 1} | _SHORT,
+        {"LINEAR": 2, "IN_FEATURES": 1536, "RUNS": 8, "TILES": 8, "STAGES": 4, "GATED": 1}
+        | _SHORT
+        | _FATRELU,
+    ),
     "linear_packed/packed_gemm_wgmma.cu": (
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 64, "TILES": 16, "STAGES": 6} | _SHORT,
         {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TOKENS": 64, "TILES": 4, "STAGES": 11} | _SHORT,

@@ -18,11 +18,9 @@
 #if !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
 #error "a constant is not defined"
 #endif
-#include "copy.cuh"
+#include "gemm_tile.cuh"
 #include "mma.cuh"
-#include "types.cuh"
 
-constexpr int kTileM = 128, kBand = 16;
 constexpr int kWarpTile = 64, kWarpsN = TILE_N / kWarpTile, kThreads = kTileM / kWarpTile * kWarpsN * 32;
 constexpr int kFragmentsM = kWarpTile / 16, kFragmentsN = kWarpTile / 8;
 constexpr int kChunks = TILE_K / 8;  // of 16 bytes in a tile row
@@ -31,58 +29,6 @@ constexpr int kSteps = TILE_K / 16;
 static_assert(TILE_N == 64 || TILE_N == 128 || TILE_N == 256, "TILE_N");
 static_assert(TILE_K == 32 || TILE_K == 64, "TILE_K");
 static_assert(STAGES >= 3, "STAGES");
-
-// Where chunk `chunk` of a tile row lies in that row. 8 rows at one chunk then cover all 32 banks.
-DEVICE int swizzle(int row, int chunk) { return chunk ^ (kChunks == 8 ? row & 7 : (row >> 1) & 3); }
-
-// Column tile and row tile of a block: down a band of kBand row tiles, then on to the next column of tiles.
-DEVICE int2 tile_of(int block, int tiles_m, int tiles_n) {
-  const int band = block / (kBand * tiles_n), first = band * kBand;
-  const int height = min(kBand, tiles_m - first), index = block - first * tiles_n;
-  return make_int2(index / height, first + index % height);
-}
-
-// One thread's share of copying ROWS x TILE_K of a matrix to shared memory: the same chunk of every kStride-th row.
-template <int ROWS>
-struct TileCopy {
-  static constexpr int kStride = kThreads / kChunks, kCopies = ROWS / kStride;
-  const scalar_t* source;
-  int rows_left, k_left, step;
-  uint32_t target;
-
-  DEVICE TileCopy(const scalar_t* matrix, int first, int num_rows, int k, uint32_t shared) {
-    const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    source = matrix + (int64_t)(first + row) * k + chunk * 8;
-    rows_left = num_rows - first - row;
-    k_left = k - chunk * 8;
-    step = kStride * k;
-    target = shared + row * kRowBytes + swizzle(row, chunk) * 16;
-  }
-
-  // Starts the copy of the tile at column k0; what lies outside the matrix becomes zero and is not read.
-  DEVICE void start(int k0, int stage) const {
-#pragma unroll
-    for (int i = 0; i < kCopies; i++) {
-      const bool inside = i * kStride < rows_left && k0 < k_left;
-      cp_async16(target + stage * kStageBytes + i * kStride * kRowBytes, source + (i * step + k0), inside ? 16 : 0);
-    }
-  }
-};
-
-// values[j] of lane t becomes values[t] of lane j, over the four lanes of a quad.
-DEVICE void transpose_quad(uint32_t (&values)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-  for (int j = 0; j < 4; j += 2) {
-    const uint32_t received = __shfl_xor_sync(0xFFFFFFFFu, odd ? values[j] : values[j + 1], 1);
-    (odd ? values[j] : values[j + 1]) = received;
-  }
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    const uint32_t received = __shfl_xor_sync(0xFFFFFFFFu, upper ? values[j] : values[j + 2], 2);
-    (upper ? values[j] : values[j + 2]) = received;
-  }
-}
 
 struct Fragments {
   uint32_t x[kFragmentsM][4], w[kFragmentsN / 2][4];  // w: two 8-column fragments a load
@@ -108,42 +54,6 @@ struct Fragments {
   }
 };
 
-// Scales, adds and stores one warp's sums. A quad transposes four fragments, so that a lane owns 16 bytes of a row.
-DEVICE void store(scalar_t* y, float (&sums)[kFragmentsM][kFragmentsN][4], int row, int column, int m, int n,
-                  int stride, float alpha, float beta) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < kFragmentsM * 2; i++) {
-    const int y_row = row + i * 8 + lane / 4;
-#pragma unroll
-    for (int j = 0; j < kFragmentsN; j += 4) {
-      const int y_column = column + (j + lane % 4) * 8;
-      const bool inside = y_row < m && y_column < n;
-      scalar_t* place = y + (inside ? (int64_t)y_row * stride + y_column : 0);
-      uint32_t words[4] = {0, 0, 0, 0};
-      if (beta != 0.f) {
-        if (inside) {
-          const uint4 old = load16(place);
-          words[0] = old.x, words[1] = old.y, words[2] = old.z, words[3] = old.w;
-        }
-        transpose_quad(words);
-      }
-#pragma unroll
-      for (int f = 0; f < 4; f++) {
-        const float* pair = sums[i / 2][j + f] + i % 2 * 2;
-        uint32_t product = pack2(alpha * pair[0], alpha * pair[1]);
-        if (beta != 0.f) {
-          const float2 value = unpack2(product), old = unpack2(words[f]);
-          product = pack2(fmaf(beta, old.x, value.x), fmaf(beta, old.y, value.y));
-        }
-        words[f] = product;
-      }
-      transpose_quad(words);
-      if (inside) store16(place, make_uint4(words[0], words[1], words[2], words[3]));
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     KERNEL(gemm)(scalar_t* y, const scalar_t* x, const scalar_t* __restrict__ w, int m, int n,
                  int k, int stride, float alpha, float beta) {
@@ -152,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   const uint32_t x_shared = shared_address(shared), w_shared = x_shared + kTileM * kRowBytes;
   const int2 tile = tile_of(blockIdx.x, (m + kTileM - 1) / kTileM, (n + TILE_N - 1) / TILE_N);
   const int first_n = tile.x * TILE_N, first_m = tile.y * kTileM;
-  const TileCopy<kTileM> copy_x(x, first_m, m, k, x_shared);
-  const TileCopy<TILE_N> copy_w(w, first_n, n, k, w_shared);
+  const TileCopy<kTileM, kChunks, kThreads, kStageBytes> copy_x(x, first_m, m, k, x_shared);
+  const TileCopy<TILE_N, kChunks, kThreads, kStageBytes> copy_w(w, first_n, n, k, w_shared);
   const int num_tiles = (k + TILE_K - 1) / TILE_K;
   pdl_wait();
 #pragma unroll
@@ -177,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
   Fragments fragments[2];
   cp_async_wait<STAGES - 2>();
   __syncthreads();
-  fragments[0].load(x_row, w_row, swizzle(x_lane, x_half), swizzle(w_lane, w_half));
+  fragments[0].load(x_row, w_row, swizzle<kChunks>(x_lane, x_half), swizzle<kChunks>(w_lane, w_half));
   int stage = 0, free_stage = STAGES - 1;
   for (int t = 0; t < num_tiles; t++) {
 #pragma unroll
@@ -191,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
       }
       // After the last tile this reads a stage that nobody fills; its fragments are not used.
       fragments[(step + 1) % 2].load(x_row + stage * kStageBytes, w_row + stage * kStageBytes,
-                                     swizzle(x_lane, next * 2 + x_half), swizzle(w_lane, next * 2 + w_half));
+                                     swizzle<kChunks>(x_lane, next * 2 + x_half), swizzle<kChunks>(w_lane, next * 2 + w_half));
       if (step == 0) {
         const int ahead = t + STAGES - 1;
         if (ahead < num_tiles) {
@@ -204,5 +114,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
       fragments[step % 2].multiply(sums);
     }
   }
-  store(y, sums, first_m + warp_m, first_n + warp_n, m, n, stride, alpha, beta);
+  const int column = first_n + warp_n;
+  store_sums(y, sums, first_m + warp_m, m, n, stride, alpha, beta, [&](int fragment) { return column + fragment * 8; });
 }

@@ -18,6 +18,7 @@ constexpr float kMagic = 1024.0f;
 #endif
 
 constexpr uint32_t kCodeMask = 0x000F000Fu;
+constexpr int kHalfCodeBytes = kCodeBytes / 2;   // of half a unit, 64 columns
 
 // The mask in a register, not a constant to the compiler, which would load it again for every instruction that already has another
 // constant. `rows`: of x, which are never below zero.
@@ -33,8 +34,8 @@ DEVICE scalar2_t twice(scalar_t value) {
 struct Group {
   scalar2_t scale[2], zero[2];
 
-  DEVICE void load(uint32_t unit, int group) {
-    const uint32_t place = unit + kCodeBytes + group * kScaleBytes, row = threadIdx.x % 32 / 4;
+  DEVICE void load(uint32_t place) {
+    const uint32_t row = threadIdx.x % 32 / 4;
     if constexpr (ZEROS) {
       const uint2 words = load_shared_words(place + row * 8);
       const float2 lo = unpack2(words.x), hi = unpack2(words.y);
@@ -79,10 +80,14 @@ struct HalfSlice {
   Group groups[kGroups];
 
   DEVICE void load(uint32_t unit, int half) {
-    const uint4 codes = load_shared(unit + half * 512 + threadIdx.x % 32 * 16);
+    load_parts(unit + half * kHalfCodeBytes, unit + kCodeBytes + half * 64 / SCALE_GROUP * kScaleBytes);
+  }
+  // From where the half's codes lie, and its first scale group.
+  DEVICE void load_parts(uint32_t its_codes, uint32_t its_groups) {
+    const uint4 codes = load_shared(its_codes + threadIdx.x % 32 * 16);
     words[0][0] = codes.x, words[0][1] = codes.y, words[1][0] = codes.z, words[1][1] = codes.w;
 #pragma unroll
-    for (int i = 0; i < kGroups; i++) groups[i].load(unit, (half * 64 + i * SCALE_GROUP) / SCALE_GROUP);
+    for (int i = 0; i < kGroups; i++) groups[i].load(its_groups + i * kScaleBytes);
   }
   DEVICE void order() { natural_order(words[0]), natural_order(words[1]); }
   // Operand A of a step of 16 k.

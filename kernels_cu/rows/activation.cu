@@ -15,20 +15,9 @@
 #error "a constant is not defined, or negative"
 #endif
 #include "copy.cuh"
-#include "fatrelu.cuh"
+#include "gated.cuh"
 
 static_assert(INTERMEDIATE % 8 == 0, "INTERMEDIATE must be a multiple of 8");
-
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
-
-DEVICE uint32_t gated(uint32_t gate, uint32_t up) {
-  const float2 g = unpack2(gate), u = unpack2(up);
-#ifdef FATRELU
-  return pack2(fatrelu_mul(g.x, u.x), fatrelu_mul(g.y, u.y));
-#else
-  return pack2(silu(g.x) * u.x, silu(g.y) * u.y);
-#endif
-}
 
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(silu_mul)(scalar_t* __restrict__ out, const scalar_t* gate_up, int num_rows) {

@@ -1,8 +1,8 @@
-"""packed_gemm.cu and packed_gemm_wgmma.cu against NumPy, and bit for bit against the unpacked weight; their plans."""
+"""packed_gemm*.cu against NumPy, and bit for bit against the unpacked weight; their plans."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from packed_oracle import pack
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout
-from cpmrt.cuda.ops.linear_packed.short_chunk import MOST_ROWS, ShortChunkPlan, plan_short_chunk
+from cpmrt.cuda.ops.linear import float_bits
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout
+from cpmrt.cuda.ops.linear_packed.long_chunk import plan_long_chunk, takes_long_chunk
+from cpmrt.cuda.ops.linear_packed.short_chunk import MOST_ROWS, ChunkPlan, plan_short_chunk
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.ops import OPS
 
@@ -57,7 +59,7 @@ def make_case(name: str, dtype: DType, device: Device) -> Case:
     return Case(layout, pack(layout, codes, *words), weight)
 
 
-def run(cuda: Any, dtype: DType, case: Case, x: Any, y: Any | None, alpha: float, plan: ShortChunkPlan) -> Any:
+def run(cuda: Any, dtype: DType, case: Case, x: Any, y: Any | None, alpha: float, plan: ChunkPlan) -> Any:
     """alpha x w^T, plus y where it is given, else over poison; rows lie 16 elements apart, and what is around stays."""
     count, columns = len(x), case.layout.out_features
     buffer = np.full((count + 2, columns + 16), np.nan, np.float32)
@@ -100,6 +102,57 @@ def test_it_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", CASES)
+def test_a_long_chunk_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType) -> None:
+    """Also rows that fill no tile, and in blocks of every width."""
+    case, rng = make_case(name, dtype, cuda.device), np.random.default_rng(7)
+    most = 300
+    x = round_to(rng.standard_normal((most, case.layout.in_features), np.float32), dtype)
+    y = round_to(rng.standard_normal((most, case.layout.out_features), np.float32), dtype)
+    dense = Gemm(cuda.device, cuda.launcher(dtype), cuda.cupy.empty(32 << 20, np.uint8), use_library=False)
+    older = replace(RTX_4090, num_sms=cuda.device.num_sms)
+    for alpha, added in ((1.0, None), (0.22, y)):
+        expected = cuda.array(y, dtype)
+        held = cuda.array(x, dtype), cuda.array(case.weight, dtype)
+        dense(expected, *held, alpha=alpha, beta=float(added is not None))
+        words = cuda.numpy(expected, dtype)
+        for count, sms in ((most, 132), (most, 16), (most, 4), (1, 132), (127, 132), (129, 1), (256, 64)):
+            plan = plan_long_chunk(case.layout, count, replace(older, num_sms=sms))
+            found = run(cuda, dtype, case, x[:count], None if added is None else added[:count], alpha, plan)
+            assert np.array_equal(bits(found), bits(words[:count])), (count, sms, alpha)
+    dense.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threshold", [None, 0.01])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+def test_a_long_chunk_is_activated_as_by_a_kernel_behind_it(
+    cuda: Any, dtype: DType, threshold: float | None
+) -> None:
+    device = replace(RTX_4090, num_sms=cuda.device.num_sms)
+    bound = {} if threshold is None else {"FATRELU": float_bits(threshold)}
+    for name in ("gate_up", "wide gate_up"):
+        case, rng = make_case(name, dtype, device), np.random.default_rng(8)
+        inner = case.layout.out_features // 2
+        for count, sms in ((1, 132), (129, 16), (300, 1)):
+            x = round_to(rng.standard_normal((count, case.layout.in_features), np.float32), dtype)
+            plan = plan_long_chunk(case.layout, count, replace(device, num_sms=sms))
+            both = run(cuda, dtype, case, x, None, 1.0, plan)
+            behind = cuda.array(np.zeros((count, inner), np.float32), dtype)
+            activate = cuda.kernel("silu_mul", dtype, INTERMEDIATE=inner, **bound)
+            activate(-(-count * inner // 2048), 256, behind, cuda.array(both, dtype), np.int32(count))
+            out = cuda.array(np.full((count + 2, inner), np.nan, np.float32), dtype)
+            kernel = cuda.kernel(plan.kernel.name, dtype, **macros_of(plan.constants), GATED=1, **bound)
+            sizes = *map(np.int32, (count, 2 * inner, inner)), np.float32(1), np.float32(0)
+            operands = out[1:], cuda.array(x, dtype), cuda.array(case.packed)
+            kernel(plan.grid, plan.block, *operands, *sizes, smem=plan.shared_bytes)
+            words = cuda.numpy(out)
+            assert np.array_equal(words[1:-1], cuda.numpy(behind)), (name, count)
+            assert np.isnan(cuda.numpy(out, dtype)[[0, -1]]).all(), "stored outside y"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [16, 64])
 @pytest.mark.parametrize("other", [RTX_4090, ORIN], ids=["RTX 4090", "Orin"])
 def test_the_plans_of_other_devices_give_the_same_bits(cuda: Any, other: Device, tokens: int) -> None:
@@ -125,3 +178,26 @@ def test_a_plan_fits_the_device_and_covers_the_product(device: Device, group_siz
             assert own.stages >= 3
             assert (plan.grid[0] - 1) * own.tiles < layout.num_tiles <= plan.grid[0] * own.tiles
             assert (plan.grid[1] - 1) * own.tokens < count <= plan.grid[1] * own.tokens
+
+
+@pytest.mark.parametrize("device", [RTX_4090, ORIN], ids=["RTX 4090", "Orin"])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_a_plan_of_a_long_chunk_fits_the_device_and_covers_the_product(device: Device, group_size: int) -> None:
+    for product, rows, columns in (("gate_up", 32768, 4096), ("residual", 4096, 16384), ("residual", 16, 128)):
+        layout = layout_of(product, (rows, columns), group_size, device, zeros=group_size == 32)
+        for count in (129, 256, 2048, 8192):
+            plan = plan_long_chunk(layout, count, device)
+            own = plan.constants
+            assert plan.kernel.name == "packed_gemm_wide"
+            assert plan.shared_bytes <= device.shared_bytes_per_block
+            assert own.stages >= 3
+            assert plan.block == 16 * own.tiles
+            assert plan.grid == -(-count // 128) * -(-layout.num_tiles // own.tiles)
+
+
+def test_long_chunks_are_unpacked_in_memory_where_a_library_is_faster_and_for_other_codes() -> None:
+    symmetric = layout_of("gate_up", (32768, 4096), 128, RTX_4090)
+    assert takes_long_chunk(symmetric, RTX_4090)
+    assert not takes_long_chunk(symmetric, H200)
+    for other in ({"bits": 2}, {"bits": 8}, {"zeros": MINIMUMS}, {"scale_group": 16}):
+        assert not takes_long_chunk(replace(symmetric, **other), RTX_4090)

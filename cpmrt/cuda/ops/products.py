@@ -195,8 +195,10 @@ class Products:
             rest = num_rows, np.int32(width), np.float32(eps)
             return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu), weight)
         assert self._gate_up is not None, "planned without a gated mlp"
-        both = self._gate_up[: len(x)]
-        self._dense(both, self._normalised(x, norm, eps), weight)
+        both, normed = self._gate_up[: len(x)], self._normalised(x, norm, eps)
+        if isinstance(weight, PackedWeight) and self._packed.gated_chunk(out, normed, weight, fatrelu):
+            return NOTHING
+        self._dense(both, normed, weight)
         constants = ActivationConstants(width, None if fatrelu is None else float_bits(fatrelu))
         self._launch(SILU_MUL, constants, -(-out.size // VECTOR // BLOCK), BLOCK, out, both, num_rows)
         return NOTHING

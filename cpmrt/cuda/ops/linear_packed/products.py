@@ -17,8 +17,9 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear import StepProduct
-from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, RepackConstants, Weight, packed_layout
+from cpmrt.cuda.ops.linear import StepProduct, float_bits
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight, RepackConstants, Weight, packed_layout
+from cpmrt.cuda.ops.linear_packed.long_chunk import LongChunkConstants, plan_long_chunk, takes_long_chunk
 from cpmrt.cuda.ops.linear_packed.plan import (
     LINEAR_PACKED,
     PREPARE,
@@ -28,7 +29,7 @@ from cpmrt.cuda.ops.linear_packed.plan import (
     PrepareConstants,
     plan_packed,
 )
-from cpmrt.cuda.ops.linear_packed.short_chunk import plan_short_chunk, takes_short_chunk
+from cpmrt.cuda.ops.linear_packed.short_chunk import ChunkPlan, plan_short_chunk, takes_short_chunk
 from cpmrt.memory.packed_regions import PackedRegion
 from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD, QKV
 from cpmrt.ops import Handoff
@@ -42,12 +43,19 @@ DEQUANTIZE = KernelSpec(
 )  # fmt: skip
 GATHER = KernelSpec("gather_columns", "linear_packed/gather.cu", "project_residual", hot=True)
 _plan = lru_cache(maxsize=1024)(plan_packed)
-_plan_short = lru_cache(maxsize=256)(plan_short_chunk)
 _BLOCK = 256
 _FETCHING_CAPABILITY = 90
 """From this compute capability on a kernel can ask for bytes to be brought to the L2."""
 _WIDTH = 8
 """Elements that a thread of the gathering kernel moves."""
+
+
+@lru_cache(maxsize=256)
+def _plan_chunk(layout: PackedLayout, num_rows: int, device: Device) -> ChunkPlan | None:
+    """Plan the product of a chunk that unpacks the weight in registers; None where it is unpacked in memory."""
+    if takes_short_chunk(layout, num_rows):
+        return plan_short_chunk(layout, num_rows, device)
+    return plan_long_chunk(layout, num_rows, device) if takes_long_chunk(layout, device) else None
 
 
 def packed_regions(device: Device, spec: TensorSpec) -> tuple[PackedRegion, ...]:
@@ -113,12 +121,16 @@ def packed_workspace(
         yield BufferSpec("packed_fed", (fed // 2,), GATE_UP, DOWN)
     layers = [spec for spec in held if spec.product != "head"]
     if layers:
-        yield from _chunk_workspace(layers, config, max_rows)
+        yield from _chunk_workspace(layers, config, max_rows, device)
 
 
-def _chunk_workspace(layers: Sequence[TensorSpec], config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
-    elements = max(slice_rows(*spec.shape) * spec.shape[1] for spec in layers)
-    yield BufferSpec("packed_unpacked", (elements,), QKV, DOWN)
+def _chunk_workspace(
+    layers: Sequence[TensorSpec], config: ModelConfig, max_rows: int, device: Device
+) -> Iterator[BufferSpec]:
+    unpacked = [spec for spec in layers if not takes_long_chunk(packed_layout(spec, device), device)]
+    if unpacked:
+        elements = max(slice_rows(*spec.shape) * spec.shape[1] for spec in unpacked)
+        yield BufferSpec("packed_unpacked", (elements,), QKV, DOWN)
     inner = config.mlp.intermediate_size
     widths = {spec.shape[1] for spec in layers if spec.quant and spec.quant.permuted}
     if widths - {inner}:
@@ -213,12 +225,12 @@ class PackedProducts:
         return plan, rows
 
     def chunk(self, y: DeviceArray, x: DeviceArray, weight: PackedWeight, *, alpha: float, beta: float) -> None:
-        """y = alpha x weight^T + beta y for a chunk's rows, the weight rounded to 16 bits: for few rows in registers,
-        else in memory, a slice of its rows at a time."""
+        """y = alpha x weight^T + beta y for a chunk's rows, the weight rounded to 16 bits: in registers for few rows or
+        where no library is faster, else in memory, a slice of its rows at a time."""
         if weight.perm is not None:
             x = self._gathered(x, weight.perm)
-        if takes_short_chunk(weight.layout, len(x)):
-            self._short_chunk(y, x, weight, alpha, beta)
+        if plan := _plan_chunk(weight.layout, len(x), self._device):
+            self._in_registers(plan, y, x, weight, alpha, beta)
             return
         (num_rows, columns), unpacked = weight.shape, self._scratch.unpacked
         assert unpacked is not None, "planned without chunks"
@@ -231,10 +243,24 @@ class PackedProducts:
             self._launch(DEQUANTIZE, constants, grid, _BLOCK, values, weight.data, *sizes)
             self._gemm(y[:, first : first + count], x, values, alpha=alpha, beta=beta)
 
-    def _short_chunk(
-        self, y: DeviceArray, x: DeviceArray, weight: PackedWeight, alpha: float, beta: float
+    def gated_chunk(self, y: DeviceArray, x: DeviceArray, weight: PackedWeight, fatrelu: float | None) -> bool:
+        """y = activation(gate) * up of a chunk's rows, in the bits of both products and the activation behind them.
+
+        Returns False where no one kernel does that.
+        """
+        plan = _plan_chunk(weight.layout, len(x), self._device)
+        if plan is None or not isinstance(plan.constants, LongChunkConstants):
+            return False
+        if weight.perm is not None:
+            x = self._gathered(x, weight.perm)
+        threshold = None if fatrelu is None else float_bits(fatrelu)
+        plan = replace(plan, constants=replace(plan.constants, gated=True, fatrelu=threshold))
+        self._in_registers(plan, y, x, weight, 1.0, 0.0)
+        return True
+
+    def _in_registers(
+        self, plan: ChunkPlan, y: DeviceArray, x: DeviceArray, weight: PackedWeight, alpha: float, beta: float
     ) -> None:
-        plan = _plan_short(weight.layout, len(x), self._device)
         sizes = map(np.int32, (len(x), weight.shape[0], y.strides[0] // y.itemsize))
         factors = np.float32(alpha), np.float32(beta)
         rows = x if self._launch.is_recording else plan.rows(x)

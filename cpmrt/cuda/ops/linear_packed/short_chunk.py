@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TYPE_CHECKING
 
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.driver.launch import Dimensions
 from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SLICE_COLUMNS, PackedLayout
+
+if TYPE_CHECKING:
+    from cpmrt.cuda.build.spec import Constants
 
 MOST_ROWS = 128
 """Rows of a chunk from which on a weight is unpacked in memory: it then serves so many that this costs less."""
@@ -62,36 +67,41 @@ PACKED_GEMM_WGMMA = KernelSpec(
 
 
 @dataclass(frozen=True)
-class ShortChunkPlan:
-    """How one product is launched: `grid` blocks of `block` threads, each block with `shared_bytes` of memory.
+class ChunkPlan:
+    """How a product of a chunk is launched: `grid` blocks of `block` threads, each block with `shared_bytes` of memory.
 
-    The kernel with wgmma takes x as a tensor map.
+    `box_rows`: rows of the boxes of a tensor map, if the kernel takes x as one.
     """
 
     kernel: KernelSpec
-    constants: ShortChunkConstants
-    grid: tuple[int, int]
+    constants: Constants
+    grid: Dimensions
     block: int
     shared_bytes: int
+    box_rows: int | None = None
 
     def rows(self, x: DeviceArray) -> KernelArgument:
         """Return x [M, K], which must stay where it is, as the kernel takes it."""
-        return row_boxes(x, self.constants.tokens, _BOX_COLUMNS) if self.kernel is PACKED_GEMM_WGMMA else x
+        return x if self.box_rows is None else row_boxes(x, self.box_rows, _BOX_COLUMNS)
 
 
 def takes_short_chunk(layout: PackedLayout, num_rows: int) -> bool:
     """Tell whether there is a kernel for a chunk of so few rows and codes of this kind."""
-    has_kernel = layout.bits == 4 and layout.zeros != MINIMUMS and layout.scale_group >= _SMALLEST_GROUP
-    return has_kernel and num_rows <= MOST_ROWS
+    return takes_chunk(layout) and num_rows <= MOST_ROWS
 
 
-def plan_short_chunk(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
+def takes_chunk(layout: PackedLayout) -> bool:
+    """Tell whether codes of this kind are unpacked in registers."""
+    return layout.bits == 4 and layout.zeros != MINIMUMS and layout.scale_group >= _SMALLEST_GROUP
+
+
+def plan_short_chunk(layout: PackedLayout, num_rows: int, device: Device) -> ChunkPlan:
     """Plan the product of `num_rows` rows with a weight; no choice changes a bit of the result."""
     plan = _wgmma_plan if device.capability == _WGMMA_CAPABILITY else _warp_plan
     return plan(layout, num_rows, device)
 
 
-def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
+def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ChunkPlan:
     tokens = _block_tokens(num_rows)
 
     def stage_bytes(tiles: int) -> int:
@@ -104,10 +114,10 @@ def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChun
     warps = 1 if tiles >= _UNSHARED_TILES or tokens == _FEW_TOKENS else 2
     constants = WarpGemmConstants(**layout.sizes, tiles=tiles, stages=stages, tokens=tokens, tile_warps=warps)
     grid = ceil(layout.num_tiles / tiles), ceil(num_rows / tokens)
-    return ShortChunkPlan(PACKED_GEMM, constants, grid, 32 * tiles * warps, stages * stage_bytes(tiles))
+    return ChunkPlan(PACKED_GEMM, constants, grid, 32 * tiles * warps, stages * stage_bytes(tiles))
 
 
-def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChunkPlan:
+def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ChunkPlan:
     tiles = _fewest_tiles(layout, device, _TILES)
     tokens = _block_tokens(num_rows)
     # All of the memory: a second block on the same multiprocessor would make both slower.
@@ -115,7 +125,7 @@ def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ShortChu
     stages = device.shared_bytes_per_block // stage_bytes
     constants = ShortChunkConstants(**layout.sizes, tokens=tokens, tiles=tiles, stages=stages)
     grid = ceil(layout.num_tiles / tiles), ceil(num_rows / tokens)
-    return ShortChunkPlan(PACKED_GEMM_WGMMA, constants, grid, 32 * (tiles + 1), stages * stage_bytes)
+    return ChunkPlan(PACKED_GEMM_WGMMA, constants, grid, 32 * (tiles + 1), stages * stage_bytes, box_rows=tokens)
 
 
 def _fewest_tiles(layout: PackedLayout, device: Device, choices: Sequence[int]) -> int:
