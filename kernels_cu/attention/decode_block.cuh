@@ -131,13 +131,23 @@ struct Target {
 
   // The last cluster to arrive merges the slice and stores it in `out`.
   DEVICE void merge_clusters(const Heads& heads, int rank) const {
-    for (int vector = rank * kSlice + threadIdx.x; vector < (rank + 1) * kSlice; vector += kThreads) {
-      const Partial merged = merge<kMergeBatch>(used_clusters, [&](int i) -> Partial {
-        return {__ldcg(reinterpret_cast<const float4*>(partials) + i * kVectors + vector),
-                __ldcg(log_sums() + i * kVectors + vector)};
-      });
-      store_vector(out, heads, vector, merged.out);
-    }
+#if IN_CLUSTERS
+    for (int vector = rank * kSlice + threadIdx.x; vector < (rank + 1) * kSlice; vector += kThreads)
+      store_vector(out, heads, vector, merge<kMergeBatch>(used_clusters, [&](int i) { return partial(i, vector); }).out);
+#else
+    // There are more partials, and a thread has several vectors: their loads wait together.
+    constexpr int kOwn = (kVectors + kThreads - 1) / kThreads;
+    const auto vector_of = [&](int own) { return own * kThreads + static_cast<int>(threadIdx.x); };
+    Mean means[kOwn];
+    merge<32 / kOwn>(means, used_clusters, [&](int i, int own) { return partial(i, min(vector_of(own), kVectors - 1)); });
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own)
+      if (vector_of(own) < kVectors) store_vector(out, heads, vector_of(own), means[own].finished().out);
+#endif
+  }
+  DEVICE Partial partial(int index, int vector) const {
+    return {__ldcg(reinterpret_cast<const float4*>(partials) + index * kVectors + vector),
+            __ldcg(log_sums() + index * kVectors + vector)};
   }
 };
 

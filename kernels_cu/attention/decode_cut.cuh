@@ -37,7 +37,8 @@
 // cheaper than merging through the workspace.
 constexpr int kCluster = IN_CLUSTERS ? 8 : 1;
 constexpr int kClusterPages = IN_CLUSTERS ? 32 : 4;
-constexpr int kMergeBatch = IN_CLUSTERS ? 8 : 16;  // clusters read at a time: without clusters there are more
+constexpr int kLeastPages = IN_CLUSTERS ? 1 : 2;  // of a run, where a page more takes less time than a result more to merge
+constexpr int kMergeBatch = 8;                // clusters read at a time
 
 constexpr int kSlices = 4;                    // of a page, each a warp's
 constexpr int kKeys = kPageTokens / kSlices;  // of a slice
@@ -63,7 +64,7 @@ struct Cut {
     first_page = keys.first() / kPageTokens;
     num_pages = (keys.length + kPageTokens - 1) / kPageTokens - first_page;
     const int wanted = num_pages <= kClusterPages ? kCluster : num_splits;
-    run_pages = divided(num_pages + wanted - 1, wanted);
+    run_pages = max(kLeastPages, divided(num_pages + wanted - 1, wanted));
     num_runs = divided(num_pages + run_pages - 1, run_pages);
   }
   // Steps of `at_once` pages in the runs `first`, first + stride and so on: only the last of all runs is shorter.

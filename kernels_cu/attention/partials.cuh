@@ -10,19 +10,14 @@ struct Partial {
   float log_sum;
 };
 
-// Mean of `count` partials weighted by their sums of weights, in index order. BATCH loads are in flight at a time.
-template <int BATCH, typename Load>
-DEVICE Partial merge(int count, Load load) {
+// What partials of a vector have come to: `total` normalised by the last of them, `sum` of weights in units of its.
+struct Mean {
   Partial total = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoMaximum};
   float sum = 0.0f;
-  for (int first = 0; first < count; first += BATCH) {
-    Partial parts[BATCH];
+
+  template <int BATCH>
+  DEVICE void add(const Partial (&parts)[BATCH]) {
     float top = total.log_sum;
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      parts[i] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoMaximum};
-      if (first + i < count) parts[i] = load(first + i);
-    }
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) top = fmaxf(top, parts[i].log_sum);
     const float keep = exp2_fast(total.log_sum - top);
@@ -38,9 +33,37 @@ DEVICE Partial merge(int count, Load load) {
       total.out.w = fmaf(weight, parts[i].out.w, total.out.w);
     }
   }
-  const float inverse = reciprocal_fast(sum);
-  return {make_float4(total.out.x * inverse, total.out.y * inverse, total.out.z * inverse, total.out.w * inverse),
-      total.log_sum + log2_fast(sum)};
+  DEVICE Partial finished() const {
+    const float inverse = reciprocal_fast(sum);
+    return {make_float4(total.out.x * inverse, total.out.y * inverse, total.out.z * inverse, total.out.w * inverse),
+        total.log_sum + log2_fast(sum)};
+  }
+};
+
+// Means of `count` partials of each of OWN vectors, weighted by their sums of weights, in index order: `load(index, own)`. BATCH loads
+// of every vector are in flight at a time.
+template <int BATCH, int OWN, typename Load>
+DEVICE void merge(Mean (&means)[OWN], int count, Load load) {
+  for (int first = 0; first < count; first += BATCH) {
+    Partial parts[OWN][BATCH];
+#pragma unroll
+    for (int own = 0; own < OWN; ++own)
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        parts[own][i] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoMaximum};
+        if (first + i < count) parts[own][i] = load(first + i, own);
+      }
+#pragma unroll
+    for (int own = 0; own < OWN; ++own) means[own].add(parts[own]);
+  }
+}
+
+// The same of one vector.
+template <int BATCH, typename Load>
+DEVICE Partial merge(int count, Load load) {
+  Mean mean[1];
+  merge<BATCH>(mean, count, [&](int index, int) { return load(index); });
+  return mean[0].finished();
 }
 
 // 20 bytes into the shared memory of block `rank`, counted by its barrier: `out` and `log_sum` are where they go.
