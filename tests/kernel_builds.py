@@ -166,6 +166,10 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 2, "IN_FEATURES": 1024, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
         | {"KEPT_ROUNDS": 2},
+        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _NO_NORM
+        | {"KEPT_ROUNDS": 2, "SMEM_BYTES": 84864, "EARLY_SLOTS": 0, "PORTABLE": 1, "SMALL_CHUNKS": 1},
         {"LINEAR": 2, "IN_FEATURES": 1536, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
         | _PACKED
         | _FATRELU,

@@ -35,6 +35,7 @@
 //   ROW_PITCH: elements between rows of x, of whose columns the first K are taken; without it K. Such rows are those of a product before
 //     this one, which starts the next kernel behind its own wait: all before that one has finished, so this one starts the next at once
 //   EARLY_WARPS: the first warps of a block, which alone do what EARLY_SLOTS says; without it all warps
+//   SMALL_CHUNKS: 1: with one row, where lanes copy, a chunk has two slices, else a multiple of 128 bytes
 //   OWN_RUNS: 1: with one row and SHARED_RUN, NORM and PREPARED 0 warps that share a run of x wait for each other alone; else all for all
 //   AHEAD: 1: a residual product asks for what the product after it reads first, once x is there: until that one's blocks find room the
 //     memory would have nothing to do
@@ -57,7 +58,8 @@
     !defined(CLUSTERS) || !defined(RECEIVED_APART) || !defined(FEEDS) || !defined(TRIGGER) || !defined(KEPT_ROUNDS) || \
     !defined(SMEM_BYTES) || !defined(PORTABLE) || (EARLY_WARPS > WARPS && defined(EARLY_WARPS)) || (ROWS > 1 && defined(OWN_RUNS)) || \
     (LINEAR == 4 && !defined(KV_RANK)) || (LINEAR == 4 && !defined(NOPE_DIM)) || (LINEAR == 4 && !defined(ROPE_DIM)) || \
-    (LINEAR == 4 && !defined(VALUE_DIM)) || (LINEAR != 2 && defined(FATRELU)) || (LINEAR != 1 && defined(AHEAD)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
+    (LINEAR == 4 && !defined(VALUE_DIM)) || (LINEAR != 2 && defined(FATRELU)) || (LINEAR != 1 && defined(AHEAD)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH)) || \
+    (ROWS > 1 && defined(SMALL_CHUNKS))
 #error "a constant is not defined, or not for this product"
 #endif
 #if LINEAR == 4

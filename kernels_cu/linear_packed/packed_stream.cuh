@@ -26,10 +26,16 @@ constexpr int kThreadPairs = SHARED_RUN && !CLUSTERS ? 2 : (kPairs + kThreads - 
 // Slices whose products a warp has under way at a time: the products of a slice are a chain. One row's share a load of x, so that
 // eight pay where their codes leave registers for it.
 constexpr bool kJoinsEight = ROWS == 1 && WEIGHT_BITS == 2 && kThreads <= 512 && kRunSlices % 8 == 0;
-constexpr int kTogetherSlices = kJoinsEight ? 8 : NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
+#ifdef SMALL_CHUNKS
+constexpr bool kHasSmallChunks = true;
+static_assert(ROWS == 1 && !kCopyEngine && WEIGHT_BITS > 2, "SMALL_CHUNKS is for one row where lanes copy");
+#else
+constexpr bool kHasSmallChunks = false;
+#endif
+constexpr int kTogetherSlices = kHasSmallChunks ? 2 : kJoinsEight ? 8 : NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
 // A chunk is a copy: slices up to a multiple of 128 bytes, or of 64 where a ring would have one chunk in 8 bits only.
 constexpr int kCopyBytes = WEIGHT_BITS == 8 && (NT > 2 || kThreads > 512) ? 64 : 128;
-constexpr int kAlignedSlices = kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;
+constexpr int kAlignedSlices = kHasSmallChunks || kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;
 constexpr int kWholeSlices = kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
 constexpr int kChunkSlices = kWholeSlices < kRunSlices ? kWholeSlices : kRunSlices;
 constexpr int kChunkBytes = packed_run_bytes(kChunkSlices);

@@ -43,6 +43,8 @@ _STAGE_SHARE = 0.08
 # that each has a chunk; none before eight rows that every block normalises.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES = 70_000, 102_000
 _LATE_WEIGHTS_ROWS = 8
+# None before this capability either: there a kernel begins when x is there, and x would wait behind the weights.
+_STARTS_EARLY = 90
 # Half of the warps alone do so (EARLY_WARPS) where a chunk for each would be more than this.
 _HALF_EARLY_LEVEL = 65_536
 # When the next kernel may start (TRIGGER). At 64 rows that is prepare_rows, whose blocks take registers from the next.
@@ -88,6 +90,7 @@ class LinearPackedConstants:
     early_warps: int | None = None
     own_runs: bool | None = None
     ahead: bool | None = None
+    small_chunks: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +284,10 @@ def _constants(
         warps=work.warps, shared_run=work.shared_run, clusters=work.in_clusters, kept_rounds=work.kept_rounds,
         warpgroups=work.multiplies_together(rows) and not device.is_portable,
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
-        early_slots=work.early_slots(rows, whole_rows=layout.runs == 1 and normalises and not prepared),
+        early_slots=0 if device.capability < _STARTS_EARLY else work.early_slots(
+            rows, whole_rows=layout.runs == 1 and normalises and not prepared
+        ),
+        small_chunks=work.small_chunks or None,
         early_warps=work.early_warps if is_ternary_row else None,
         own_runs=True if is_ternary_row and shares_runs else None,
         received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),
@@ -307,6 +313,7 @@ class _Work:
     rounds: int
     kept_rounds: int
     ring: Ring
+    small_chunks: bool = False
 
     @classmethod
     def of(cls, layout: PackedLayout, rows: int, device: Device) -> _Work:
@@ -322,7 +329,12 @@ class _Work:
         grid = copies * min(groups, layout.num_tiles if in_clusters else ceil(layout.num_tiles / tiles))
         rounds = ceil(layout.num_tiles * copies / grid / tiles)
         kept = rounds if rows == 1 and not shared_run and rounds <= _MOST_KEPT_ROUNDS else 1
-        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, Ring.of(layout, rows, warps, rounds))
+        ring = Ring.of(layout, rows, warps, rounds)
+        x_bytes = layout.run_slices * _x_slice(layout, rows) if shared_run else whole_x
+        lanes_copy = rows == 1 and device.capability < _STARTS_EARLY and layout.bits > TERNARY_BITS
+        small = lanes_copy and x_bytes + 2 * ring.level > device.shared_bytes_per_block
+        ring = Ring.of(layout, rows, warps, rounds, has_small_chunks=small)
+        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, ring, small)
 
     def early_slots(self, rows: int, *, whole_rows: bool) -> int:
         """Chunks of a warp that are copied before x is asked for; `whole_rows`: each block normalises all of x."""
