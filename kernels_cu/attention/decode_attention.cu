@@ -79,7 +79,7 @@ DEVICE bool is_alone(const int* slots, int row, int num_rows, int slot) {
 }
 
 // The first pages and the query, by all warps of a team. With `is_early` what is older than the kernel before this one
-// is read before the wait. Of a few rows the query comes first: they would take memory from that kernel.
+// is read before the wait. In clusters of eight the query comes first: steps of 8 rows were not faster otherwise.
 DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads, Stream& stream,
                   const Keys& keys, bool is_early) {
   Query query;
