@@ -50,7 +50,7 @@ def selected_launch(plan: DecodePlan, rows: int, *, is_tree: bool) -> AttentionL
     of_model = plan.constants
     clusters = min(max(1, plan.clusters_at_once // (plan.units * rows)), plan.num_splits // plan.cluster)
     return replace(
-        plan.launch(rows, of_model),
+        plan.launch(rows, replace(of_model, selected=1)),
         kernel=SELECTED_ATTENTION,
         constants=SelectedConstants(of_model.head_dim, of_model.group, of_model.stages, is_tree),
         grid=(plan.cluster, plan.units * rows, clusters),
