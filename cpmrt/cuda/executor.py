@@ -36,12 +36,12 @@ from cpmrt.cuda.step.kernels import StepKernels, step_modules
 from cpmrt.cuda.step.launches import masked_launches, step_launches
 from cpmrt.cuda.step.masks import MaskedGraphs, MaskRing
 from cpmrt.cuda.step.memory import buckets, certain_rows, row_counts
+from cpmrt.cuda.step.prompt_passes import PromptPasses
 from cpmrt.cuda.step.rings import Nothing, Rings, WithCertain
 from cpmrt.cuda.step.structs import DECODE, MAX_LOGIT_BIAS
-from cpmrt.dtypes import F32, Array, to_float32
+from cpmrt.dtypes import F32, Array
 from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import (
-    MAX_ROWS,
     Admit,
     Decode,
     ExecutorLimits,
@@ -125,6 +125,7 @@ class CudaExecutor:
         self._forward = StepForward(
             self.config, device, launcher, self._gemm, self._arrays, plan.caches, taps, self._rings.addresses[1]
         )
+        self._prompts = PromptPasses(self.config, self._forward, self._arrays, self._dtype, self.stream)
         self._slot_states = SlotStates(launcher, plan.caches.states(self._arrays))
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
         self._speculation = None if self._draft is None else Speculation(
@@ -258,11 +259,11 @@ class CudaExecutor:
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""
-        return self._prompt_chunks(slot, token_ids, block_table, self._logits)
+        return self._prompt_chunks(slot, token_ids, block_table, self._prompts.logits)
 
     def prompt_states(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """The final norm's output at every position, float32 [chunk, H] at a time; the host computes that norm."""
-        return self._prompt_chunks(slot, token_ids, block_table, self._states)
+        return self._prompt_chunks(slot, token_ids, block_table, self._prompts.states)
 
     def _prompt_chunks(
         self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...], read: Callable[[int], F32]
@@ -270,37 +271,16 @@ class CudaExecutor:
         """Run a prompt chunk after chunk in a slot that nobody holds, and yield what `read` makes of so many rows."""
         self._layout.check_table(block_table)
         self._check_open()
-        if block_table:
-            with device_faults(), self.stream:
-                self._arrays["block_tables"][slot, : len(block_table)].set(np.array(block_table, np.int32))
         with device_faults():
+            self._prompts.set_table(slot, block_table)
             self._slot_states.begin(slot, None)
         for start in range(0, len(token_ids), self._limits.prefill_chunk):
             self._check_open()
-            tokens = token_ids[start : start + self._limits.prefill_chunk]
             with device_faults():
-                self._set_rows(slot, tokens, start)
-                self._forward.chunk(_at_least(len(tokens), self._buckets))
+                tokens = token_ids[start : start + self._limits.prefill_chunk]
+                self._prompts.run(slot, tokens, start, _at_least(len(tokens), self._buckets))
                 found = read(len(tokens))
             yield found
-
-    def _logits(self, num_rows: int) -> F32:
-        logits, out = np.empty((num_rows, self.config.vocab_size), np.float32), self._arrays["logits"][:MAX_ROWS]
-        # The last rows may be padding: another number of them would be one more kernel to compile.
-        for first in range(0, num_rows, len(out)):
-            rows, count = self._arrays["x"][first : first + len(out)], min(len(out), num_rows - first)
-            self._forward.head(out[: len(rows)], rows)
-            logits[first : first + count] = out[:count].get(stream=self.stream)
-        return logits
-
-    def _states(self, num_rows: int) -> F32:
-        x, norm = (
-            to_float32(array.get(stream=self.stream).view(self._dtype.storage), self._dtype)
-            for array in (self._arrays["x"][:num_rows], self._arrays["norm"])
-        )
-        mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-        states: F32 = x * np.reciprocal(np.sqrt(mean_square + np.float32(self.config.rms_norm_eps))) * norm
-        return states
 
     def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
         """Return what pages hold after all steps so far, by cache: [layers, pages, ...]."""
@@ -326,7 +306,7 @@ class CudaExecutor:
             return  # the context is lost, and all its memory with it
         self._resources.close()
         self._arrays = {}
-        del self._arena, self._forward, self._steps
+        del self._arena, self._forward, self._prompts, self._steps
 
     def _logprobs_of(self, slots: tuple[int, ...]) -> tuple[int, ...]:
         """How many each slot's sequence asked for; mostly nobody asked for any."""
@@ -389,20 +369,6 @@ class CudaExecutor:
         self._forward.every_shape(self._buckets, self._row_counts)
         if self._speculation is not None:
             self._speculation.every_shape(self._buckets)
-
-    def _set_rows(self, slot: int, token_ids: tuple[int, ...], start: int) -> None:
-        """Rows of a chunk outside of a step; what the bucket has beyond them is padding."""
-        count, bucket = len(token_ids), _at_least(len(token_ids), self._buckets)
-        with self.stream:
-            for name, values, padding in (
-                ("token_ids", np.array(token_ids), 0),
-                ("positions", np.arange(start, start + count), 0),
-                ("slots", np.full(count, slot), -1),
-            ):
-                padded = np.full(bucket, padding, np.int32)
-                padded[:count] = values
-                self._arrays[name][:bucket].set(padded)
-            self._arrays["chunk"].set(np.array([slot, start, count, 0], np.int32))
 
 
 def _at_least(count: int, sizes: tuple[int, ...]) -> int:
