@@ -30,8 +30,9 @@ from slow_writer import SlowWriter
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import StepProduct, row_bucket
+from cpmrt.cuda.ops.linear_packed.constants import PREPARE_THREADS, PrepareConstants
 from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout, PackedWeight
-from cpmrt.cuda.ops.linear_packed.plan import PREPARE_THREADS, ROW_BUCKETS, PrepareConstants, plan_packed
+from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, plan_packed
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError

@@ -23,8 +23,9 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE, Operands
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
+from cpmrt.cuda.ops.linear_packed.constants import LATENT_QUERIES
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
-from cpmrt.cuda.ops.linear_packed.plan import LATENT_QUERIES, latent_queries, plan_heads
+from cpmrt.cuda.ops.linear_packed.plan import latent_queries, plan_heads
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD

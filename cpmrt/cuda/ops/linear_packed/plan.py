@@ -6,18 +6,16 @@ may follow from the number of rows (row invariance).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
-from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, OPS, row_bucket
+from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, row_bucket
+from cpmrt.cuda.ops.linear_packed.constants import LatentQueriesConstants, LinearPackedConstants, PrepareConstants
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
 from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
 from cpmrt.weights.ternary import TERNARY_BITS
 
-PREPARE_THREADS = 256
 SINGLE_ROW_SUMS = 64
 """Bytes behind a slice of one row: its sums, and room so that two slices lie in different banks."""
 ROW_BUCKETS = (1, 8, 16, 32, 64)
@@ -54,93 +52,10 @@ _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
 _NARROW_WIDTH = 2048
 # Weights in so many bits begin to come to the L2 during the product before theirs.
 _AHEAD_BITS = 4
+# What `linear` is of the product that makes queries of latent attention.
+_LATENT_QUERIES = 4
 # For one row a grid of as many blocks as multiprocessors takes so much over half of the memory that no two share one.
 _OVER_HALF_BYTES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class LinearPackedConstants:
-    """Compile-time constants of linear_packed.cu, which explains them; `smem_bytes` is what a block uses."""
-
-    linear: int
-    in_features: int
-    weight_bits: int
-    runs: int
-    scale_group: int
-    zeros: int
-    rows: int
-    warps: int
-    warpgroups: bool
-    shared_run: bool
-    clusters: bool
-    received_apart: bool
-    norm: bool
-    prepared: bool
-    stage_slices: int
-    stages: int
-    early_slots: int
-    feeds: bool
-    trigger: int
-    kept_rounds: int
-    smem_bytes: int
-    portable: bool
-    head_dim: int | None = None
-    fatrelu: int | None = None
-    row_pitch: int | None = None
-    early_warps: int | None = None
-    own_runs: bool | None = None
-    ahead: bool | None = None
-    small_chunks: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrepareConstants:
-    """Compile-time constants of prepare_rows.cu, which fix the form of the rows that it writes.
-
-    `weight_bits` are given for ternary weights only: rows for all other widths are the same. `row_pitch`: the columns
-    of the rows that it reads, where they are more.
-    """
-
-    in_features: int
-    rows: int
-    scale_group: int
-    zeros: int
-    warpgroups: bool
-    weight_bits: int | None = None
-    row_pitch: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentQueriesConstants(LinearPackedConstants):
-    """Compile-time constants of the product that makes queries of latent attention.
-
-    Beside those of every packed product: the elements of a latent, of a query's two parts and of a value.
-    """
-
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-
-
-def _exchange_through_memory(macros: Mapping[str, int]) -> bool:
-    """Whether blocks wait for each other's sums, and are not those of one cluster."""
-    return bool(macros["SHARED_RUN"] and macros["RUNS"] > 1 and not macros["CLUSTERS"])
-
-
-_FILE = "linear_packed/linear_packed.cu"
-LINEAR_PACKED = {
-    product: KernelSpec(
-        f"linear_packed_{product}", _FILE, op, LinearPackedConstants, hot=True,
-        waits_across_blocks=_exchange_through_memory,
-    )
-    for product, op in OPS.items()
-}  # fmt: skip
-LATENT_QUERIES = KernelSpec(
-    "linear_packed_latent_queries", _FILE, "decode_latent_attention", LatentQueriesConstants, hot=True
-)
-_LATENT_QUERIES = 4
-PREPARE = KernelSpec("prepare_rows", "linear_packed/prepare_rows.cu", "gate_up", PrepareConstants, hot=True)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+"""What the kernels of a skinny product with packed weights are compiled with, and their specs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.ops.linear import OPS
+
+PREPARE_THREADS = 256
+"""Threads of a block of `PREPARE`, which prepares one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPackedConstants:
+    """Compile-time constants of linear_packed.cu, which explains them; `smem_bytes` is what a block uses."""
+
+    linear: int
+    in_features: int
+    weight_bits: int
+    runs: int
+    scale_group: int
+    zeros: int
+    rows: int
+    warps: int
+    warpgroups: bool
+    shared_run: bool
+    clusters: bool
+    received_apart: bool
+    norm: bool
+    prepared: bool
+    stage_slices: int
+    stages: int
+    early_slots: int
+    feeds: bool
+    trigger: int
+    kept_rounds: int
+    smem_bytes: int
+    portable: bool
+    head_dim: int | None = None
+    fatrelu: int | None = None
+    row_pitch: int | None = None
+    early_warps: int | None = None
+    own_runs: bool | None = None
+    ahead: bool | None = None
+    small_chunks: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareConstants:
+    """Compile-time constants of prepare_rows.cu, which fix the form of the rows that it writes.
+
+    `weight_bits` are given for ternary weights only: rows for all other widths are the same. `row_pitch`: the columns
+    of the rows that it reads, where they are more.
+    """
+
+    in_features: int
+    rows: int
+    scale_group: int
+    zeros: int
+    warpgroups: bool
+    weight_bits: int | None = None
+    row_pitch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentQueriesConstants(LinearPackedConstants):
+    """Compile-time constants of the product that makes queries of latent attention.
+
+    Beside those of every packed product: the elements of a latent, of a query's two parts and of a value.
+    """
+
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+def _exchange_through_memory(macros: Mapping[str, int]) -> bool:
+    """Whether blocks wait for each other's sums, and are not those of one cluster."""
+    return bool(macros["SHARED_RUN"] and macros["RUNS"] > 1 and not macros["CLUSTERS"])
+
+
+_FILE = "linear_packed/linear_packed.cu"
+LINEAR_PACKED = {
+    product: KernelSpec(
+        f"linear_packed_{product}", _FILE, op, LinearPackedConstants, hot=True,
+        waits_across_blocks=_exchange_through_memory,
+    )
+    for product, op in OPS.items()
+}  # fmt: skip
+LATENT_QUERIES = KernelSpec(
+    "linear_packed_latent_queries", _FILE, "decode_latent_attention", LatentQueriesConstants, hot=True
+)
+PREPARE = KernelSpec("prepare_rows", "linear_packed/prepare_rows.cu", "gate_up", PrepareConstants, hot=True)
