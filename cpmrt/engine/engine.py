@@ -17,16 +17,7 @@ from cpmrt.engine.loan import Loan
 from cpmrt.engine.prefix_cache import empty_cache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.errors import RequestError
-from cpmrt.executor import (
-    Admit,
-    Executor,
-    Keep,
-    Prefill,
-    Release,
-    SlotResult,
-    Step,
-    StepResult,
-)
+from cpmrt.executor import Admit, Executor, Keep, Prefill, Release, SlotResult, Step, StepResult
 
 StepListener = Callable[[Step, StepResult], None]
 
@@ -329,14 +320,7 @@ class Engine:
             gained = transitions.apply(seq, step, slot_result)
             if isinstance(step, Prefill) and self.cache and seq.pages:
                 self.cache.keep(seq.pages, seq.text, min(seq.num_computed, len(seq.request.prompt_ids)))
-            if gained.token_ids:
-                if result.num_rescored is not None:
-                    seq.screened_steps += 1
-                    seq.num_rescored += result.num_rescored
-                if not seq.first_token_at:
-                    seq.first_token_at = now
-                seq.last_token_at = now
-                seq.outbox.append(gained)
+            transitions.give(seq, gained, now, result.num_rescored)
             if was_running and seq.finish_reason is not None:
                 self._release(seq)
             self.on_news(seq)

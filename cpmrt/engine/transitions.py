@@ -215,6 +215,19 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     return result
 
 
+def give(seq: Sequence, gained: SlotResult, now: float, num_rescored: int | None) -> None:
+    """Put what a step gave where the sequence's reader finds it; `num_rescored`: tokens that a screened head computed
+    exactly in that step, None if it computed all."""
+    if not gained.token_ids:
+        return
+    if num_rescored is not None:
+        seq.screened_steps += 1
+        seq.num_rescored += num_rescored
+    seq.first_token_at = seq.first_token_at or now
+    seq.last_token_at = now
+    seq.outbox.append(gained)
+
+
 def fill_masks(sequences: Iterable[Sequence]) -> list[Sequence]:
     """Give the last steps in flight their masks, if the results before them are applied.
 
