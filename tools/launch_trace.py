@@ -55,6 +55,7 @@ from cpmrt.cuda.build.spec import KernelSpec, macros_of  # noqa: E402
 from cpmrt.cuda.draft.speculation import Speculation  # noqa: E402
 from cpmrt.cuda.driver.device import Device  # noqa: E402
 from cpmrt.cuda.driver.graphs import Graphs  # noqa: E402
+from cpmrt.cuda.driver.launch import three  # noqa: E402
 from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
 from cpmrt.cuda.precompile import known_device  # noqa: E402
 from cpmrt.cuda.step.forward import StepForward  # noqa: E402
@@ -157,12 +158,12 @@ class TracingLauncher(Launcher):
         return Arena(replace(plan, regions=tuple(apart), total_bytes=end), buffer)
 
     def __call__(
-        self, spec: KernelSpec, constants: Constants, grid: Any, block: int, *args: Any, smem: int = 0,
+        self, spec: KernelSpec, constants: Constants, grid: Any, block: Any, *args: Any, smem: int = 0,
         prefers_shared: bool = False,
     ) -> None:  # fmt: skip
-        sizes = tuple(map(int, (grid,) if isinstance(grid, (int, np.integer)) else grid))
+        blocks, threads = ([int(size) for size in three(sizes)] for sizes in (grid, block))
         chosen = sorted((key, int(value)) for key, value in macros_of(constants).items())
-        launch = [spec.name, chosen, (*sizes, 1, 1)[:3], int(block), int(smem), bool(prefers_shared)]
+        launch = [spec.name, chosen, blocks, threads, int(smem), bool(prefers_shared)]
         self._graph.append([*launch, [self._shown(arg) for arg in args]])
 
     def _shown(self, arg: Any) -> Any:

@@ -1,0 +1,32 @@
+"""tools/launch_trace.py: it traces what a start launches, and sees a launch that has changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+# In a process of its own: the tool puts a stand-in in CuPy's place.
+CHECK = """
+import copy
+import launch_trace
+
+setups, device = launch_trace.setups(), launch_trace.traced_device("sm_90")
+for name in ("small 64", "small sparse", "small int4 eagle2 4"):
+    before, after = (launch_trace.trace(setups[name], device) for _ in range(2))
+    assert sum(map(len, before.values())) > 20, name
+    assert not launch_trace.differences(before, after), name
+    graph = next(graph for graph, launches in after.items() if launches)
+    changed = copy.deepcopy(after)
+    changed[graph][-1][3] = [64, 1, 1]
+    (told,) = launch_trace.differences(before, changed)
+    assert told.startswith(f"{graph}, launch {len(after[graph]) - 1}:"), told
+    del changed[graph]
+    assert launch_trace.differences(before, changed) == [f"{graph}: only before"]
+"""
+
+
+def test_a_start_is_traced_and_a_change_is_seen() -> None:
+    ended = subprocess.run([sys.executable, "-c", CHECK], cwd=TOOLS, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
