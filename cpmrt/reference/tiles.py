@@ -2,8 +2,8 @@
 
 BLAS picks its summation order by the shape of a product. Rows go through it in tiles of one shape, filled up with
 zeros: small tiles for a step, large ones for the many rows of a prefill, whose keys go in tiles at fixed positions.
-Some kernels of BLAS also sum by a row's place in its tile: those of OpenBLAS for CPUs without AVX-512 take twelve rows at
-a time, and the last six in another order than the first. With them a prefill has small tiles too.
+Some kernels of BLAS also sum by a row's place in its tile: those of OpenBLAS for CPUs without AVX-512 take twelve rows
+at a time, and the last six in another order than the first. With them a prefill has small tiles too.
 """
 
 from __future__ import annotations
