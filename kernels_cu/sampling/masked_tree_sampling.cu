@@ -30,10 +30,10 @@ struct MaskedPathCounts : PathCounts {
 static_assert(sizeof(Shared) + 4 * (kMaskWords + kMaxNodes) < 48 * 1024, "the mask of a node does not fit shared memory");
 
 extern "C" __global__ void KERNEL(report_tree)(uint64_t* nodes, const DraftTree* tree, const StepContext* context,
-                                               int tree_size) {
+                                               int num_nodes) {
   pdl_begin();
   const int node = threadIdx.x;
-  if (node >= tree_size) return;
+  if (node >= num_nodes) return;
   const uint64_t number = context->next_entry + 1;  // `accept` counts the command
   const bool is_there = tree->slot >= 0;
   const uint64_t parent = static_cast<uint64_t>((is_there ? tree->parents[node] : -1) & 255);

@@ -58,7 +58,8 @@ def test_answers_keep_their_forms(alone):
     {"max_sequences": 16}, {"max_sequences": 3}, {"steps_per_launch": 4}, {"cuda_graphs": False},
     {"draft": "eagle2"}, {"draft": "lookup"}, {"draft": "eagle2", "speculate": {"adaptive": False}},
     {"draft": "eagle2", "max_sequences": 3}, {"draft": "eagle2", "cuda_graphs": False},
-    {"draft": "lookup", "steps_per_launch": 4}, {"prefix_cache": False},
+    {"draft": "eagle2", "speculate": {"lookup": 11}}, {"draft": "lookup", "steps_per_launch": 4},
+    {"draft": "eagle2", "speculate": {"lookup": 11, "adaptive": False}}, {"prefix_cache": False},
     {"draft": str(ModelFolder.open(None).path), "speculate": {"num_passes": 5, "inner": "eagle2"}},
 ], ids=str)  # fmt: skip
 def test_company_and_drafts_change_nothing(alone, settings):

@@ -45,8 +45,8 @@ def most_of(blueprint: Blueprint) -> tuple[int, ...]:
     return most_sequences(blueprint.draft, blueprint.plan(256).caches)
 
 
-def launched(blueprint: Blueprint) -> dict[Any, list[tuple[str, tuple[Any, ...]]]]:
-    """What each graph of drafting launches."""
+def speculation_of(blueprint: Blueprint) -> tuple[Speculation, Watching]:
+    """What drafts on arrays without memory, and what writes down its launches."""
     plan, launcher = blueprint.plan(256), Watching()
     config = blueprint.config.for_context(256)
     arrays: dict[str, Any] = {
@@ -56,11 +56,16 @@ def launched(blueprint: Blueprint) -> dict[Any, list[tuple[str, tuple[Any, ...]]
     assert blueprint.draft is not None
     gemm, taps = Gemm(DEVICE, launcher, arrays["gemm_workspace"], use_library=False), blueprint.draft.config.taps
     forward = StepForward(config, DEVICE, launcher, gemm, arrays, plan.caches, taps)
-    rings: Any = type("Rings", (), {"addresses": (np.uint64(1), np.uint64(2)), "command_bytes": 64})
+    rings: Any = type("Rings", (), {"addresses": (np.uint64(1), np.uint64(2)), "command_bytes": 64, "next_number": 1})
     speculation = Speculation(
         blueprint.draft, config, DEVICE, launcher, gemm, arrays, rings, forward, plan, lambda *_: None
     )
-    found = {}
+    return speculation, launcher
+
+
+def launched(blueprint: Blueprint) -> dict[Any, list[tuple[str, tuple[Any, ...]]]]:
+    """What each graph of drafting launches."""
+    (speculation, launcher), found = speculation_of(blueprint), {}
     for name, launch in speculation.launches((64,)).items():
         launcher.launched = []
         launch()

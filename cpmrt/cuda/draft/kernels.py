@@ -258,7 +258,7 @@ class TreeKernels:
         """Tell the host the nodes of the tree."""
         s = self._state
         self._start(
-            REPORT_TREE, 1, MAX_NODES, ring.address, s.draft_tree, s.step_context, np.int32(shape.tree_size)
+            REPORT_TREE, 1, MAX_NODES, ring.address, s.draft_tree, s.step_context, np.int32(shape.num_nodes)
         )
 
     def sample_masked_tree(self, logits: DeviceArray, ring: TreeRing) -> None:

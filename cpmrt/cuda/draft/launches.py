@@ -173,7 +173,7 @@ class DraftLaunches:
 
     def sample(self, shape: TreeShape) -> None:
         if self._ring is not None:
-            self._kernels.sample_masked_tree(self._logits[: shape.tree_size], self._ring)
+            self._kernels.sample_masked_tree(self._logits[: shape.num_nodes], self._ring)
         else:
             self._kernels.sample_tree(self._logits[: shape.num_nodes * self._num_trees], self._num_trees)
 

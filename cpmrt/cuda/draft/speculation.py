@@ -200,7 +200,7 @@ class Speculation:
         if (shape, num_rows) not in self._captured:
             self._prepare_waiting(graphs, num_rows)
             self._capture_masked(graphs, shape, num_rows)
-        tree = MaskedTree(self._masked_ring, self._rings.next_number, self._draft.shapes[shape].tree_size, masks)
+        tree = MaskedTree(self._masked_ring, self._rings.next_number, self._draft.shapes[shape].num_nodes, masks)
         graphs.run(("speculate under masks", shape, num_rows))
         return tree
 

@@ -1,0 +1,59 @@
+"""A drafted step under masks, without a GPU: every node that it verifies is reported, masked and sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.test_several_drafts import blueprint_of, speculation_of
+
+from cpmrt.cuda.draft import speculation as under_test
+from cpmrt.executor import TreeMasks
+
+__all__ = ["blueprint_of"]
+
+
+class HeldGraphs(dict[Hashable, Callable[[], None]]):
+    """Keeps what is to be captured."""
+
+    def add(self, name: Hashable, launches: Callable[[], None]) -> None:
+        self[name] = launches
+
+    def run(self, name: Hashable) -> None: ...
+
+
+class Ring:
+    """Stands for a `TreeRing`; what it holds is nowhere."""
+
+    def __init__(self, vocab_size: int):
+        self.address, self.written = np.uint64(3), list[int]()
+        addresses = np.uint64(4), np.uint64(5)
+        self.masks = SimpleNamespace(
+            addresses=addresses, num_rows=64, num_words=9, write_nodes=lambda _, count, left: self.written.append(count)
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "lookup"), [*product(("eagle2", "eagle3", "dspark", "small"), (None, 3, 11)), ("lookup", None)]
+)
+def test_every_node_has_a_mask(
+    blueprint_of: Any, monkeypatch: pytest.MonkeyPatch, name: str, lookup: int | None
+) -> None:
+    monkeypatch.setattr(under_test, "TreeRing", Ring)
+    blueprint = blueprint_of(name, {"lookup": lookup} if lookup else "auto")
+    speculation, launcher = speculation_of(blueprint)
+    graphs: Any = HeldGraphs()
+    num_waiting = under_test.waiting_rows(blueprint.draft)
+    for number, shape in enumerate(blueprint.draft.shapes):
+        masks = TreeMasks()
+        tree = speculation._start_masked(graphs, number, num_waiting, masks)
+        launcher.launched = []
+        graphs["speculate under masks", number, num_waiting]()
+        given = dict(launcher.launched)
+        assert given["report_tree"][-1] == given["sample_masked_tree"][4].shape[0] == shape.num_nodes
+        masks.let_go()
+        assert tree._ring.written[-1] == shape.num_nodes
