@@ -208,12 +208,14 @@ class SlotResult:
     """What one step produced for one slot: no tokens if the sequence had finished before.
 
     `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity, so that none could be
-    sampled there. The executor has finished the sequence, as after an end token.
+    sampled there; `nothing_allowed`: those of all tokens that a mask allows are -infinity. In both cases the executor
+    has finished the sequence, as after an end token.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     non_finite: bool = False
+    nothing_allowed: bool = False
 
 
 @dataclass(slots=True)
@@ -228,7 +230,7 @@ class StepResult:
 class Pending(Protocol):
     """A submitted step. `wait` blocks until it is done; it may be called again and gives the same result.
 
-    It raises MaskError if the masks of the step came too late, or left no token that can be sampled.
+    It raises MaskError if the masks of the step came too late, or were not obeyed.
     """
 
     def is_done(self) -> bool:

@@ -14,7 +14,7 @@ from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import PLAIN
-from cpmrt.errors import NonFiniteLogitsError
+from cpmrt.errors import MaskError, NonFiniteLogitsError
 from cpmrt.executor import (
     MAX_ROWS,
     Admit,
@@ -189,7 +189,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
         if not step.is_last:
             return _NOTHING
     seq.num_in_flight -= 1
-    if seq.phase in (Phase.FINISHED, Phase.PAUSED) or not (result.token_ids or result.non_finite):
+    if seq.phase in (Phase.FINISHED, Phase.PAUSED) or result == _NOTHING:
         return _NOTHING
     tokens, loops, guide = _watch(seq, result.token_ids)
     rest = seq.guide.take(tokens, seq.room, is_drafted=isinstance(step, Speculate)) if seq.guide else ()
@@ -198,15 +198,16 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     new = (*tokens, *rest)
     kept = _num_wanted(seq, new, len(tokens) if loops and not rest else 0)
     if new[:kept] != result.token_ids:
-        result = SlotResult(new[:kept], result.logprobs[:kept])
+        result = replace(result, token_ids=new[:kept], logprobs=result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
     if seq.repeats is not None:
         seq.repeats.extend(result.token_ids)
     seq.num_forced = max(0, kept - len(new) + len(rest))
     if guide is not None and seq.finish_reason is None:
         seq.guide, seq.late_form, seq.phase = guide, None, Phase.PAUSED
-    if result.non_finite and seq.phase is Phase.DECODE:
-        seq.failure = NonFiniteLogitsError.at(len(seq.request.prompt_ids) + len(seq.token_ids))
+    if (result.non_finite or result.nothing_allowed) and seq.phase is Phase.DECODE:
+        position = len(seq.request.prompt_ids) + len(seq.token_ids)
+        seq.failure = NonFiniteLogitsError.at(position) if result.non_finite else MaskError.nothing_allowed()
         finish(seq, "cancelled")
     if isinstance(step, Speculate) and kept:
         _count(seq, step, min(kept, len(tokens)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.dtypes import F32, Array, DType, round_to
-from cpmrt.errors import ConfigError, MaskError, NoDeviceError
+from cpmrt.errors import ConfigError, NoDeviceError
 from cpmrt.executor import (
     MAX_ROWS,
     Admit,
@@ -301,7 +301,7 @@ class ReferenceExecutor:
         results = self._drafter.speculate(slot, running, self._limits.tree_shapes[step.shape], step.masks)
         tokens = tuple(token for result in results for token in result.token_ids)
         logprobs = tuple(entry for result in results for entry in result.logprobs)
-        return SlotResult(tokens, logprobs, any(result.non_finite for result in results))
+        return replace(results[-1], token_ids=tokens, logprobs=logprobs)
 
     def _tree_logits(self, rows: Rows) -> F32:
         logits: F32 = self._arrays["logits"][: len(rows.token_ids)]
@@ -323,9 +323,8 @@ class ReferenceExecutor:
         running, allowed = self._running[slot], masked(logits, bits)
         if not (is_usable(logits) and is_usable(allowed)):
             running.finished = True
-            if bits is not None and np.max(logits) < np.inf:
-                raise MaskError.nothing_allowed()
-            return SlotResult(non_finite=True)
+            are_numbers = bits is not None and bool(np.max(logits) < np.inf)
+            return SlotResult(non_finite=not are_numbers, nothing_allowed=are_numbers)
         token = running.sample(allowed)
         if self._drafter:
             self._drafter.sampled(slot, running.position, token)

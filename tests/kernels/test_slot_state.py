@@ -190,9 +190,14 @@ def test_tokens_belong_to_slots() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "message"), [
-    (ss.NO_MASK, "not there in time"), (ss.CUT_NODE, "its form has cut"), (ss.NOTHING_ALLOWED, "logit -infinity"),
-])  # fmt: skip
+    nothing = SlotResult(nothing_allowed=True)
+    assert step_result([9, ss.NOTHING_ALLOWED], record, (0, 0)).slots == (SlotResult((9,)), nothing)
+    assert step_result([9, 8, 7, ss.NOTHING_ALLOWED], record, (0, 0)).slots == (
+        SlotResult((9, 8)), SlotResult((7,), nothing_allowed=True),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "message"), [(ss.NO_MASK, "not there in time"), (ss.CUT_NODE, "its form has cut")])
 @pytest.mark.parametrize(("before", "num_logprobs"), [((), (0,)), ((9,), (0, 0)), ((9, 8), (0,)), ((9,), (1,))])
 def test_what_a_form_has_to_do_with_is_no_fault_of_the_logits(
     code: int, message: str, before: tuple[int, ...], num_logprobs: tuple[int, ...]

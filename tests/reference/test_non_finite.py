@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def run(engine: Engine, *requests: Request) -> list[tuple[list[int], Exception |
         try:
             for result in engine.stream(seq):
                 tokens += result.token_ids
-        except NonFiniteLogitsError as caught:
+        except (MaskError, NonFiniteLogitsError) as caught:
             error = caught
         found.append((tokens, error))
     return found
@@ -69,18 +70,17 @@ def test_a_damaged_weight_is_reported_at_the_first_token(value, sampling):
     assert engine.is_idle and len(engine.free_slots) == 1
 
 
-@pytest.mark.parametrize(("row", "bits", "error"), [
-    ([1.0, 2.0, -INF], b"\x04", MaskError), ([1.0, 2.0, 3.0], b"\x00", MaskError), ([-INF] * 3, b"\x01", MaskError),
-    ([1.0, NAN, 2.0], b"\x01", None), ([INF, 1.0, 2.0], b"\x02", None), ([-INF] * 3, None, None),
+@pytest.mark.parametrize(("row", "bits", "is_mask"), [
+    ([1.0, 2.0, -INF], b"\x04", True), ([1.0, 2.0, 3.0], b"\x00", True), ([-INF] * 3, b"\x01", True),
+    ([1.0, NAN, 2.0], b"\x01", False), ([INF, 1.0, 2.0], b"\x02", False), ([-INF] * 3, None, False),
 ])  # fmt: skip
-def test_a_mask_that_leaves_nothing_is_no_fault_of_the_logits(row, bits, error):
+def test_a_mask_that_leaves_nothing_is_no_fault_of_the_logits(row, bits, is_mask):
     executor = make_executor(ModelConfig.from_hf(MINICPM))
     executor.submit(Admit(0, Sampling(), 0, 9, ()))
     executor.submit(Prefill(0, PROMPT, 0, is_last=True)).wait()
     logits = np.full(executor.config.vocab_size, -INF, np.float32)
     logits[:3] = row
-    with pytest.raises(error, match="logit -infinity") if error else nullcontext():
-        assert executor._sample(0, logits, bits) == SlotResult(non_finite=True)
+    assert executor._sample(0, logits, bits) == SlotResult(non_finite=not is_mask, nothing_allowed=is_mask)
     assert executor.submit(Decode((0,))).wait().slots == (SlotResult(),), "the sequence has ended"
 
 
@@ -103,6 +103,56 @@ def test_other_sequences_go_on():
     assert len(engine.free_slots) == 2
     again = run(engine, requests[1], requests[0])
     assert again[0] == (other, None) and again[1][0] == kept, "nothing of it stays behind"
+
+
+class OneTokenAt:
+    """A grammar of any tokens, of which the one at place `place` is `token`."""
+
+    is_complete = False
+
+    def __init__(self, place, token):
+        self.place, self.token, self.length = place, token, 0
+
+    def prepare(self, others): ...
+
+    def forced(self):
+        return []
+
+    def allowed(self):
+        return (1 << self.token).to_bytes(16, "little") if self.length == self.place else b"\xff" * 16
+
+    def accept(self, token_ids):
+        self.length += len(token_ids)
+
+    def fork(self):
+        return copy(self)
+
+
+def without(token: int, **settings: Any) -> Engine:
+    """An executor that gives this token the logit -infinity everywhere."""
+    executor = make_executor(ModelConfig.from_hf(MINICPM), max_sequences=2, **settings)
+    forward = executor._forward
+
+    def without_it(rows, chosen, logits):
+        forward(rows, chosen, logits)
+        logits[:, token] = -INF
+
+    executor._forward = without_it
+    return Engine(executor)
+
+
+@pytest.mark.parametrize("place", [0, 1, 5])
+def test_a_mask_that_leaves_nothing_ends_its_own_sequence_alone(place):
+    """Its tokens so far are there, and the sequences of the same steps go on."""
+    banned = 21
+    free, other = (Request(prompt, Sampling(), 0, (), 30) for prompt in (PROMPT, OTHER))
+    (whole, _), beside = run(without(banned), free, other)
+    engine = without(banned)
+    formed = replace(free, matcher=lambda: OneTokenAt(place, banned))
+    (tokens, error), found = run(engine, formed, other)
+    assert (tokens, found) == (whole[:place], beside)
+    assert isinstance(error, MaskError) and "logit -infinity" in str(error)
+    assert engine.is_idle and len(engine.free_slots) == 2
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ its log-probabilities.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from os import sched_yield
 from time import sleep
@@ -206,8 +207,7 @@ class WithCertain:
         newest = accumulate(1 + len(tokens) for tokens in self._certain)
         found = [(tokens, rows[end - 1]) for tokens, end in zip(self._certain, newest, strict=True)]
         return StepResult(tuple([
-            SlotResult((*tokens, *row.token_ids), row.logprobs, row.non_finite) if row != SlotResult() else row
-            for tokens, row in found
+            replace(row, token_ids=(*tokens, *row.token_ids)) if row != SlotResult() else row for tokens, row in found
         ]))  # fmt: skip
 
 
@@ -263,9 +263,7 @@ def _without_token(code: int) -> SlotResult:
         raise MaskError.late()
     if code == CUT_NODE:
         raise MaskError.unexplained("a drafted node was reached that its form has cut")
-    if code == NOTHING_ALLOWED:
-        raise MaskError.nothing_allowed()
-    return SlotResult(non_finite=code == NON_FINITE)
+    return SlotResult(non_finite=code == NON_FINITE, nothing_allowed=code == NOTHING_ALLOWED)
 
 
 def _token_logprobs(token: int, entry: np.void) -> TokenLogprobs:
