@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
 from cpmrt.config import EngineConfig
@@ -22,8 +23,9 @@ class Assembly(Protocol):
 
 
 def begin_device(settings: EngineConfig) -> None:
-    """Begin what takes long before `on_executor` can run and needs no model. Waits for nothing, raises nothing."""
-    if settings.executor != "reference":
+    """Begin what takes long before `on_executor` can run and needs no model. Waits for nothing, raises nothing; without
+    CuPy the device stays as it is."""
+    if settings.executor != "reference" and find_spec("cupy") is not None:
         from cpmrt.cuda.driver.context import begin_context
 
         begin_context()

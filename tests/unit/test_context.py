@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from cpmrt import executor_choice
 from cpmrt.config import EngineConfig
 from cpmrt.cuda.driver import context
 from cpmrt.executor_choice import begin_device
@@ -47,9 +48,17 @@ def names(driver):
 def test_a_thread_creates_it(monkeypatch, threads, failing, expected):
     driver = Driver(failing)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(executor_choice, "find_spec", lambda name: name)
     begin_device(EngineConfig("auto", "auto", None, None, "auto"))
     threads.join()
     assert names(driver) == expected and {thread for _, thread in driver.calls} == {"cpmrt-context"}
+
+
+def test_without_cupy_the_device_stays_as_it_is(monkeypatch):
+    """Nobody could use the context, whose memory would stay taken."""
+    monkeypatch.setattr(executor_choice, "find_spec", lambda name: None)
+    monkeypatch.setattr(context, "begin_context", lambda: pytest.fail("there is no CuPy"))
+    begin_device(EngineConfig("auto", "auto", None, None, "auto"))
 
 
 def test_without_a_driver_nothing_happens(monkeypatch, threads):
