@@ -39,12 +39,13 @@ def _names(target: Path) -> dict[str, list[str]]:
         changed = target.stat().st_mtime_ns
     except OSError:
         return {}
-    if _listed.get(target, (0, {}))[0] != changed:
+    known = _listed.get(target)  # another thread may take it away at any time
+    if known is None or known[0] != changed:
         names = dict[str, list[str]]()
         for name in os.listdir(target):
             names.setdefault(name.partition(".")[0], []).append(name)
-        _listed[target] = changed, names
-    return _listed[target][1]
+        known = _listed[target] = changed, names
+    return known[1]
 
 
 _listed: dict[Path, tuple[int, dict[str, list[str]]]] = {}
