@@ -205,7 +205,7 @@ class DraftPolicy:
         self._num_in_flight -= 1
         if self._num_trailing:
             self._num_trailing -= 1
-        elif self._best == PLAIN:
+        elif self._best == PLAIN and given:
             self._estimate.fade(_OLD_WEIGHT)
             total = sum(num_tokens for num_tokens, _ in given)
             paid_off = total * self._plain_s > len(given) * self._seconds[shape]
@@ -213,6 +213,8 @@ class DraftPolicy:
             self._gap = 0 if paid_off else max(shortest, min(2 * self._gap, longest))
         for num_tokens, is_lookup in given:
             self._estimate.add(shape, num_tokens, is_lookup=is_lookup)
+        if not given:
+            return
         self._num_undecided += 1
         if self._num_undecided >= self._rest or self._best == PLAIN:
             self._num_undecided = 0

@@ -176,6 +176,18 @@ def test_drafting_comes_back_when_the_text_gets_better():
     assert cost <= 0.55 * 1.5
 
 
+def test_a_trial_whose_sequences_all_end_says_nothing():
+    policy = DraftPolicy((TreeShape.chain(3),), (1.0, 3.0))
+    distances = []
+    for gained in ([], [], [(1, False)], [(1, False)]):
+        distances.append(0)
+        while (choice := policy.choose(50)) == PLAIN:
+            distances[-1] += 1
+        policy.observe_several(choice, gained)
+    first, *ended, after_a_failure = distances
+    assert ended == [first, first] and after_a_failure > first
+
+
 def test_trials_that_fail_come_at_growing_distances_up_to_a_bound():
     policy, choices = DraftPolicy(TREES[:1], (1.0, 1.5)), []
     for _ in range(3000):
