@@ -120,9 +120,15 @@ class MaskError(FormError):
         return cls(what, fix="report this as a bug")
 
     @classmethod
-    def nothing_allowed(cls) -> MaskError:
-        """Return the error for a row where no token can be sampled though the grammar allows some."""
-        return cls.unexplained("every token that the mask of a row allows has the logit -infinity")
+    def of(cls, failure: str) -> MaskError:
+        """Return the error for an `executor.MaskFailure`."""
+        return cls.late() if failure == "late" else cls.unexplained(_MASK_FAILURES[failure])
+
+
+_MASK_FAILURES = {
+    "cut": "a drafted node was reached that its form has cut",
+    "nothing": "every token that the mask of a row allows has the logit -infinity",
+}
 
 
 class NoDeviceError(CpmrtError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from cpmrt.config import Sampling, TreeShape
 
@@ -55,6 +55,7 @@ class Mask:
 
 
 Path = tuple[int, ...]
+MaskFailure = Literal["late", "cut", "nothing"]
 """The tokens that lead from the root of a drafted tree, the last token of its sequence, to one of its nodes."""
 
 
@@ -208,14 +209,15 @@ class SlotResult:
     """What one step produced for one slot: no tokens if the sequence had finished before.
 
     `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity, so that none could be
-    sampled there; `nothing_allowed`: those of all tokens that a mask allows are -infinity. In both cases the executor
-    has finished the sequence, as after an end token.
+    sampled there. `mask_failure`: they could not be sampled under their mask, which was "late"; had been left out, as
+    its drafted node had been "cut"; or left "nothing", every token that it allows having the logit -infinity. In all
+    these cases the executor has finished the sequence, as after an end token.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     non_finite: bool = False
-    nothing_allowed: bool = False
+    mask_failure: MaskFailure | None = None
 
 
 @dataclass(slots=True)
@@ -230,7 +232,7 @@ class StepResult:
 class Pending(Protocol):
     """A submitted step. `wait` blocks until it is done; it may be called again and gives the same result.
 
-    It raises MaskError if the masks of the step came too late, or were not obeyed.
+    It raises MaskError if nobody has asked for so long that the nodes of a drafted tree have no masks in time.
     """
 
     def is_done(self) -> bool:

@@ -17,22 +17,26 @@ class AcceptCounts:
         """For each tree shape: at index n, the steps that gave n + 1 tokens."""
         self._cut = [0] * max(map(len, self._given), default=0)
         """At index n, the steps of any shape that gave n + 1 tokens and might have given more, but the text ended."""
-        self._last = (0, 0, False)
-        """The arguments of the last `add`."""
+        self._last: tuple[int, int, bool] | None = None
+        """The arguments of the last `add`; None: another step has come since."""
 
     def add(self, shape: int, num_tokens: int, *, is_last: bool) -> None:
         """Count one step of this shape; `is_last` where it ended its sequence."""
         self._last = (shape, num_tokens, is_last)
-        self._change(1)
+        self._change(1, *self._last)
+
+    def pass_by(self) -> None:
+        """Note that a step that did not draft has given tokens."""
+        self._last = None
 
     def take_back(self, count: int) -> None:
-        """Count the last step again as one that ended its sequence with `count` tokens less."""
-        shape, num_tokens, _ = self._last
-        self._change(-1)
-        self.add(shape, max(num_tokens - count, 1), is_last=True)
+        """Count the last step, if it drafted, again as one that ended its sequence with `count` tokens less."""
+        if self._last is not None:
+            shape, num_tokens, _ = self._last
+            self._change(-1, *self._last)
+            self.add(shape, max(num_tokens - count, 1), is_last=True)
 
-    def _change(self, by: int) -> None:
-        shape, num_tokens, is_last = self._last
+    def _change(self, by: int, shape: int, num_tokens: int, is_last: bool) -> None:
         self._given[shape][num_tokens - 1] += by
         if is_last and num_tokens < self._shapes[shape].max_emitted:
             self._cut[num_tokens - 1] += by

@@ -14,7 +14,6 @@ from cpmrt.errors import ConfigError
 from cpmrt.executor import Admit, Executor, Mask, SlotResult, Step, StepResult, TokenLogprobs, TreeMasks
 
 _STEPS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Step)}
-_ENDS = "non_finite", "nothing_allowed"
 
 
 class StepLog:
@@ -59,7 +58,7 @@ def _slot_result(entry: dict[str, Any]) -> SlotResult:
     logprobs = tuple(
         TokenLogprobs(item["token_id"], item["logprob"], _hashable(item["top"])) for item in entry["logprobs"]
     )
-    return SlotResult(tuple(entry["token_ids"]), logprobs, *(entry.get(name, False) for name in _ENDS))
+    return SlotResult(tuple(entry["token_ids"]), logprobs, entry.get("non_finite", False), entry.get("mask_failure"))
 
 
 def _fields(step: Step) -> dict[str, Any]:

@@ -205,12 +205,15 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     seq.num_forced = max(0, kept - len(new) + len(rest))
     if guide is not None and seq.finish_reason is None:
         seq.guide, seq.late_form, seq.phase = guide, None, Phase.PAUSED
-    if (result.non_finite or result.nothing_allowed) and seq.phase is Phase.DECODE:
+    if (result.non_finite or result.mask_failure) and seq.phase is Phase.DECODE:
         position = len(seq.request.prompt_ids) + len(seq.token_ids)
-        seq.failure = NonFiniteLogitsError.at(position) if result.non_finite else MaskError.nothing_allowed()
+        failure = result.mask_failure
+        seq.failure = MaskError.of(failure) if failure else NonFiniteLogitsError.at(position)
         finish(seq, "cancelled")
     if isinstance(step, Speculate) and kept:
         _count(seq, step, min(kept, len(tokens)))
+    elif seq.accepts is not None:
+        seq.accepts.pass_by()
     if seq.guide and seq.phase is not Phase.DECODE:
         seq.guide.let_go()
     return result

@@ -324,7 +324,7 @@ class ReferenceExecutor:
         if not (is_usable(logits) and is_usable(allowed)):
             running.finished = True
             are_numbers = bits is not None and bool(np.max(logits) < np.inf)
-            return SlotResult(non_finite=not are_numbers, nothing_allowed=are_numbers)
+            return SlotResult(mask_failure="nothing") if are_numbers else SlotResult(non_finite=True)
         token = running.sample(allowed)
         if self._drafter:
             self._drafter.sampled(slot, running.position, token)

@@ -15,8 +15,8 @@ from cpmrt.cuda.step import structs as ss
 from cpmrt.cuda.step.commands import command_bytes, slot_state, write_slots, write_step
 from cpmrt.cuda.step.rings import answered_tokens, step_result
 from cpmrt.dtypes import DType
-from cpmrt.errors import KernelCompileError, MaskError, RequestError
-from cpmrt.executor import Admit, Prefill, Recall, SlotResult, TokenLogprobs
+from cpmrt.errors import KernelCompileError, RequestError
+from cpmrt.executor import Admit, MaskFailure, Prefill, Recall, SlotResult, TokenLogprobs
 from cpmrt.memory.caches import PAGE_SIZE
 
 VOCAB, CHUNK, PAGES = 64, 8, 5
@@ -190,18 +190,13 @@ def test_tokens_belong_to_slots() -> None:
     )  # fmt: skip
 
 
-    nothing = SlotResult(nothing_allowed=True)
-    assert step_result([9, ss.NOTHING_ALLOWED], record, (0, 0)).slots == (SlotResult((9,)), nothing)
-    assert step_result([9, 8, 7, ss.NOTHING_ALLOWED], record, (0, 0)).slots == (
-        SlotResult((9, 8)), SlotResult((7,), nothing_allowed=True),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("code", "message"), [(ss.NO_MASK, "not there in time"), (ss.CUT_NODE, "its form has cut")])
-@pytest.mark.parametrize(("before", "num_logprobs"), [((), (0,)), ((9,), (0, 0)), ((9, 8), (0,)), ((9,), (1,))])
-def test_what_a_form_has_to_do_with_is_no_fault_of_the_logits(
-    code: int, message: str, before: tuple[int, ...], num_logprobs: tuple[int, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("code", "failure"), [(ss.NO_MASK, "late"), (ss.CUT_NODE, "cut"), (ss.NOTHING_ALLOWED, "nothing")]
+)
+def test_what_a_mask_has_to_do_with_ends_its_own_slot(code: int, failure: MaskFailure) -> None:
     record = np.zeros(1, ss.RESULT_RECORD)[0]
-    with pytest.raises(MaskError, match=message):
-        step_result([*before, code], record, num_logprobs)
+    ended = SlotResult(mask_failure=failure)
+    assert step_result([9, code], record, (0, 0)).slots == (SlotResult((9,)), ended)
+    assert step_result([code, ss.NO_TOKEN, 9, 8], record, (0, 0)).slots == (ended, SlotResult((9, 8)))
+    assert step_result([9, code], record, (0,)).slots == (SlotResult((9,), mask_failure=failure),)
+    assert step_result([code], record, (1,)).slots == (ended,)

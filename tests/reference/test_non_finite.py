@@ -80,7 +80,8 @@ def test_a_mask_that_leaves_nothing_is_no_fault_of_the_logits(row, bits, is_mask
     executor.submit(Prefill(0, PROMPT, 0, is_last=True)).wait()
     logits = np.full(executor.config.vocab_size, -INF, np.float32)
     logits[:3] = row
-    assert executor._sample(0, logits, bits) == SlotResult(non_finite=not is_mask, nothing_allowed=is_mask)
+    expected = SlotResult(mask_failure="nothing") if is_mask else SlotResult(non_finite=True)
+    assert executor._sample(0, logits, bits) == expected
     assert executor.submit(Decode((0,))).wait().slots == (SlotResult(),), "the sequence has ended"
 
 

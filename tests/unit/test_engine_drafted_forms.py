@@ -181,6 +181,25 @@ def test_an_executor_that_ignores_masks_of_trees_is_found_out(ignored, found_out
         tokens_of(engine, seq)
 
 
+def test_a_stop_within_certain_tokens_takes_nothing_back_from_the_drafts_before():
+    stopped = 0
+    for number in range(40):
+        executor = drafting(limits(tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: number}, accuracy=0.9)
+        collected = []
+        engine = Engine(executor, lambda step, _, collected=collected: collected.append(step), prefix_cache=False)
+        seq = engine.add(request([1, 2, 3], number, seed=1))
+        while seq.finish_reason is None:
+            before = len(seq.token_ids)
+            engine.advance()
+            is_certain = isinstance(collected[-1], Decode) and any(collected[-1].certain)
+            if is_certain and len(seq.token_ids) - before >= 3 and seq.finish_reason is None:
+                counts = list(seq.accepts.histogram)
+                engine.stop(seq, before + 1)
+                assert seq.accepts.histogram == counts
+                stopped += 1
+    assert stopped > 5
+
+
 def test_loans_do_not_wait_for_a_tree():
     """While a slot is lent, whose holder may wait for the executor, steps have their masks when they are submitted."""
     executor = drafting(

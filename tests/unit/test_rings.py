@@ -12,8 +12,8 @@ import pytest
 from cpmrt.config import Sampling
 from cpmrt.cuda.driver.graphs import LaunchQueue
 from cpmrt.cuda.step import rings as rings_module
-from cpmrt.cuda.step.rings import Rings
-from cpmrt.cuda.step.structs import COMMAND, DECODE, NO_TOKEN, RESULT_RECORD, RING_ENTRIES, SPECULATE
+from cpmrt.cuda.step.rings import Rings, WithCertain
+from cpmrt.cuda.step.structs import COMMAND, DECODE, NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES, SPECULATE
 from cpmrt.errors import DeviceError, RequestError
 from cpmrt.executor import Admit, Prefill, SlotResult
 
@@ -41,7 +41,8 @@ class Device:
         self.rings = Rings(SimpleNamespace(ptr=0), 8, 4, 50)
         commands, results = HostMemory.all
         self.commands = commands.bytes.reshape(RING_ENTRIES, -1)[:, : COMMAND.itemsize].view(COMMAND)[:, 0]
-        self.words = results.bytes.view(RESULT_RECORD)["words"]
+        records = results.bytes.view(RESULT_RECORD)
+        self.words, self.logprobs = records["words"], records["logprobs"]
 
     def answer(self, number, *tokens):
         self.words[(number - 1) % RING_ENTRIES][: len(tokens)] = [number << 32 | token for token in tokens]
@@ -79,6 +80,29 @@ def test_an_answer_of_a_screened_step_has_its_count_of_tokens_too(device):
     plain = device.rings.sent(1, (0,))
     device.answer(2, 8)
     assert plain.wait().num_rescored is None
+
+
+def test_slots_that_bring_certain_tokens_have_the_answer_of_their_newest_row(device):
+    certain = ((41, 42), (), (43,))
+    device.rings.write_certain((2, 0, 1), certain)
+    answer = WithCertain(device.rings.sent(6, (0,) * 6), certain)
+    device.answer(1, NO_TOKEN, NO_TOKEN, 7, 8, NO_TOKEN)
+    assert not answer.is_done()
+    device.answer(1, NO_TOKEN, NO_TOKEN, 7, 8, NO_TOKEN, NON_FINITE)
+    slots = answer.wait().slots
+    assert slots == (SlotResult((41, 42, 7)), SlotResult((8,)), SlotResult((43,), non_finite=True))
+
+
+def test_log_probabilities_behind_certain_tokens_are_those_of_the_newest_row(device):
+    certain = ((41, 42), (), (43, 44))
+    device.rings.write_certain((2, 0, 1), certain)
+    answer = WithCertain(device.rings.sent(7, (0, 0, 2, 0, 0, 0, 1)), certain)
+    for row, logprob in ((2, -1.5), (6, -2.5)):
+        device.logprobs[0][row]["logprob"] = logprob
+    device.answer(1, NO_TOKEN, NO_TOKEN, 7, NO_TOKEN, NO_TOKEN, NO_TOKEN, 9)
+    first, ended, last = answer.wait().slots
+    assert (first.token_ids, ended, last.token_ids) == ((41, 42, 7), SlotResult(), (43, 44, 9))
+    assert [(entry.token_id, entry.logprob) for entry in (*first.logprobs, *last.logprobs)] == [(7, -1.5), (9, -2.5)]
 
 
 def test_who_asks_for_a_step_that_waits_launches_it_and_nothing_behind_a_launched_one(device):

@@ -29,12 +29,13 @@ from cpmrt.cuda.step.structs import (
     RESULT_RECORD,
     RING_ENTRIES,
 )
-from cpmrt.errors import DeviceError, MaskError
-from cpmrt.executor import Admit, Pending, Prefill, Recall, SlotResult, StepResult, TokenLogprobs
+from cpmrt.errors import DeviceError
+from cpmrt.executor import Admit, MaskFailure, Pending, Prefill, Recall, SlotResult, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
     from cupy.cuda import Stream
 
+_MASK_FAILURES: dict[int, MaskFailure] = {NO_MASK: "late", CUT_NODE: "cut", NOTHING_ALLOWED: "nothing"}
 _POLLS_BETWEEN_CHECKS = 1000
 _NOT_READY = 600
 """cudaErrorNotReady."""
@@ -234,7 +235,7 @@ def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int]
 def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...]) -> StepResult:
     """Return what an answered command produced for its slots, one for each entry of `num_logprobs`.
 
-    All slots have as many. Raises MaskError if a mask came too late or was not obeyed.
+    All slots have as many.
     """
     if len(tokens) == len(num_logprobs) and not any(num_logprobs):  # mostly, and then quickly
         found = [SlotResult((token,)) if token < NOTHING_ALLOWED else _without_token(token) for token in tokens]
@@ -258,12 +259,8 @@ def _slot_result(tokens: list[int], record: np.void, first_row: int, num_logprob
 
 
 def _without_token(code: int) -> SlotResult:
-    """Return the result of a row that has this code instead of a token. Raises MaskError."""
-    if code == NO_MASK:
-        raise MaskError.late()
-    if code == CUT_NODE:
-        raise MaskError.unexplained("a drafted node was reached that its form has cut")
-    return SlotResult(non_finite=code == NON_FINITE, nothing_allowed=code == NOTHING_ALLOWED)
+    """Return the result of a row that has this code instead of a token."""
+    return SlotResult(non_finite=code == NON_FINITE, mask_failure=_MASK_FAILURES.get(code))
 
 
 def _token_logprobs(token: int, entry: np.void) -> TokenLogprobs:
