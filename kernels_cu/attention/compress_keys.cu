@@ -6,7 +6,8 @@
 //   operands  k1_pages (P, K, 4, D), k2_pages (P, K, D), k_pages (P, K, 64, D) scalar_t, compress_path: (layers, P, ...),
 //             the keys before RoPE where the config wants them; with FP8 uint8 codes, k_scales (P, K) float32, of
 //             compress_path (layers, P, K);
-//             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32. A row of slot -1 stores nothing
+//             positions, slots (T) int32; block_tables (B, pages_per_sequence) int32; compress_path: trees (n) DraftTree
+//             instead of positions and slots. A row of slot -1 stores nothing
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 reads codes and scales
 //   launch    compress_keys: grid (T / rows_per_block rounded up, K, 2: k1 and k2), block D / 2; compress_path: grid
 //             (layers * K, 5: four windows of k1, one of k2, draft trees of the step), block D / 2; no shared memory

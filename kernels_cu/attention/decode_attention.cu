@@ -26,12 +26,12 @@
 //                blocks that share eight runs: 1, 2, 4 or 8; without clusters it does not count. TEAMS: of four warps
 //                in a block: 1 or 2, with TREE 1. TREE: 1 reads tree_masks and tree_base. WINDOW: how many of a row's
 //                last keys it sees, 0 for all. SELECTED: 1 and 2 read blocks. FP8: 1 reads codes and scales
-// grid           (CLUSTER * a, units * T, b) for a * b clusters of a row, one if CLUSTER * TEAMS is not 8; block (128,
-//                TEAMS) in clusters of CLUSTER along x; shared memory TEAMS * (16 * D * 2 + STAGES * 64 * D * 4) bytes,
-//                and in clusters 40 * kHeads * D / CLUSTER more
+// grid           (CLUSTER * a, units * T, b) for a * b clusters of a row, in clusters one if CLUSTER * TEAMS is not 8;
+//                block (128, TEAMS) in clusters of CLUSTER along x; shared memory
+//                TEAMS * (16 * D * 2 + STAGES * 64 * D * 4) bytes, and in clusters 40 * kHeads * D / CLUSTER more
 // launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: where keys
 //                lie is looked up before pdl_wait. One row's keys are read but for those that this step writes, and so
-//                are, with CLUSTER * TEAMS < 8, those of a row that no other one of the launch shares its slot with
+//                are, in clusters with CLUSTER * TEAMS < 8, those of a row whose slot no other one of the launch has
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.decode_attention
@@ -126,7 +126,8 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
                          const float* v_node_scales
 #endif
 ) {
-  static_assert(kCluster == CLUSTER || !TREE, "a path is looked up by one team, and not with the rows of other slots");
+  static_assert(!IN_CLUSTERS || CLUSTER * TEAMS <= kCluster, "a cluster takes eight runs");
+  static_assert((kCluster == CLUSTER && TEAMS == 1) || !TREE, "one team looks up a path, with no other slots' rows");
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ float team_log_sums[TEAMS][kWarps][16];
   const int team = TEAMS == 1 ? 0 : threadIdx.y;

@@ -16,7 +16,7 @@
 //             k_pages, v_pages (T, K, D) uint8, k_node_scales, v_node_scales (T, K) float32, tree_masks (T) uint64,
 //             tree_base (T) int32; k_scales, v_scales are only read, locations are those of nope_pages
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 stores codes and scales. NO_ROPE: if it is defined,
-//             nothing is rotated and rope is null. TREE: if it is defined, with FP8, rows are nodes of a draft tree
+//             nothing is rotated and rope is null. TREE: if it is defined, with FP8, rows are nodes of draft trees
 //   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
 //   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
 //   oracle    NumpyOps.qkv after its product

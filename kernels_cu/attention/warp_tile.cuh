@@ -3,6 +3,7 @@
 #pragma once
 
 #include "copy.cuh"
+#include "fast_math.cuh"
 #include "mma.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -10,24 +11,6 @@ constexpr float kLog2e = 1.4426950408889634f;
 // NaN; far apart, so that a hidden key weighs 2^-huge = 0 even there.
 constexpr float kHiddenScore = -1e30f;
 constexpr float kNoMaximum = -1e25f;
-
-DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-DEVICE float log2_fast(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-DEVICE float reciprocal_fast(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Over the four lanes that hold one row of an accumulator tile.
 DEVICE float quad_max(float x) {

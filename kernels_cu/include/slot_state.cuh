@@ -52,11 +52,12 @@ enum CommandKind : int32_t {
 };
 
 // An entry of the command ring: this header, then the state and num_rows pages of the slot's block table (kAdmit),
-// num_rows tokens (kPrefill, kRecall) or num_rows slots (kDecode), each with a token behind it (kDecodeCertain).
+// num_rows tokens (kPrefill, kRecall) or num_rows slots (kDecode, kSpeculate, kCatchUp), each with a token behind it
+// (kDecodeCertain).
 struct alignas(16) Command {
   int32_t kind;
   int32_t num_rows;
-  int32_t slot;   // all but kDecode and kDecodeCertain
+  int32_t slot;   // the first one
   int32_t start;  // kPrefill: position of the first token
   int32_t is_last;
   int32_t reserved[3];

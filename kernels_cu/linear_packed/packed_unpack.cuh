@@ -1,4 +1,4 @@
-// What the products of short chunks with packed weights share: 4-bit codes to an operand of the tensor cores.
+// What the products of chunks with packed weights share: 4-bit codes to an operand of the tensor cores.
 #pragma once
 #include "copy.cuh"
 #include "mma.cuh"
@@ -90,7 +90,7 @@ struct HalfSlice {
     for (int i = 0; i < kGroups; i++) groups[i].load(its_groups + i * kScaleBytes);
   }
   DEVICE void order() { natural_order(words[0]), natural_order(words[1]); }
-  // Operand A of a step of 16 k.
+  // The operand of a step of 16 k.
   DEVICE void unpack(uint32_t (&a)[4], int step, uint32_t mask) const {
     groups[step * 16 / SCALE_GROUP].unpack(a, words[step / 2][step % 2], mask);
   }

@@ -18,7 +18,7 @@ DEVICE void finish_row(ResultRecord* results, SlotState* state, const Ending& en
   const int lane = threadIdx.x;
   const bool stops = __any_sync(0xFFFFFFFFu, lane < ending.num_stop_ids && ending.stop_id == token);
   if (lane != 0) return;
-  if (token < 0) {  // no token of a row that is not finite
+  if (token < 0) {  // why there is none
     state->finished = true;
     publish(results, sequence, row, token, false);
     return;

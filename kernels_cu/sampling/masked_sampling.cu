@@ -3,7 +3,8 @@
 //   formula   as sampling.cu, with z = -infinity for a token whose bit in the row's mask is 0; log-probabilities are those of
 //             the raw logits
 //   operands  those of sampling.cu; ready and bits as row_mask.cuh has them, in mapped host memory. Until a row's word is
-//             there it waits, at most kPatience; then it has no token, reports kNoMask and ends its sequence
+//             there it waits, at most kPatience; then it has no token, reports kNoMask and ends its sequence. So does a row
+//             whose logits are numbers but -infinity wherever the mask allows a token, which reports kNothingAllowed
 //   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    sample_masked as sample of sampling.cu, with 25 KB of static shared memory and the bits of a block's tokens
 //   numerics  as sampling.cu

@@ -3,7 +3,7 @@
 //
 // Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), constants of the Random123 library.
 #pragma once
-#include "types.cuh"
+#include "fast_math.cuh"
 
 // Four random words of the counter (group, position, 0, 0).
 DEVICE uint4 philox(uint32_t group, uint32_t position, uint64_t seed) {
@@ -26,12 +26,6 @@ DEVICE float uniform(uint32_t word) {
 }
 
 DEVICE float gumbel(uint32_t word) { return -logf(-log1pf(-uniform(word))); }
-
-DEVICE float log2_fast(float value) {
-  float log;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log) : "f"(value));
-  return log;
-}
 
 // gumbel(word) to within 2e-5, in a third of its instructions. lg2.approx is wrong by 2^-22 of itself, near 1 by 2^-22: too much for
 // 1 - u where u is small.

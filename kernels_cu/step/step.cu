@@ -18,7 +18,7 @@
 //             carry_counts (B) int32, as in draft_tree.cuh
 //   constants VOCAB: entries of the vocabulary. HIDDEN: elements of a row, a multiple of 8
 //   launch    admit, recall, prefill_begin: grid 1, block 1024; step_begin, certain_begin: grid 1, block 64; prefill_end: grid 1, block 32;
-//             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; no shared memory
+//             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; under 1 KB of static shared memory
 //   numerics  integers; x is copied
 //   oracle    reference/executor.py ReferenceExecutor: Admit, Recall, _prefill, _decode
 //   source    original

@@ -1,7 +1,7 @@
 """Attention of the rows of a step: how the keys of a row are split over blocks, and the kernel `decode_attention`.
 
-Splits and clusters depend on the device and the context alone, never on the rows of a step: so a row's result does not
-either.
+How the keys are cut into runs, and which eight of them are merged first, depends on the device and the context alone,
+never on the rows of a step: so a row's result does not either. Which blocks take the runs may depend on the rows.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from cpmrt.cuda.build.spec import Constants
 
 MOST_ROWS = 128
-"""Rows of a chunk from which on a weight is unpacked in memory: it then serves so many that this costs less."""
+"""The most rows of a chunk that is not long. On sm_90 and later a weight is unpacked in memory for longer ones: it then
+serves so many rows that this costs less."""
 # Tiles of a block: the fewest that leave each multiprocessor at most one block. Blocks with fewer than four would take
 # longer to read x than to multiply.
 _TILES = (4, 8, 16)
