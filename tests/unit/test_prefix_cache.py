@@ -73,7 +73,8 @@ class PagedExecutor(ScriptedExecutor):
             written = len(running.tokens) - running.ready
             assert self.read(running.admit.block_table, written) == running.tokens[:written]
         if isinstance(step, Speculate):
-            self.scribble(self.running[step.slots[0]], self.limits.tree_shapes[step.shape].num_reserved)
+            for slot in step.slots:
+                self.scribble(self.running[slot], self.limits.tree_shapes[step.shape].num_reserved)
         result = super()._run(step)
         for slot in slots:
             running = self.running[slot]
