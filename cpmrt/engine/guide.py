@@ -61,6 +61,7 @@ class Guide:
     A token that ends the answer (`stop_ids`) is sampled even if it is certain.
 
     Where `matcher` fails, the steps in flight may sample anything, and `failure` says why their results do not count.
+    Nor do certain tokens that they bring, so how much of the answer comes before the error depends on the schedule.
     """
 
     def __init__(self, matcher: Matcher, max_run: int, stop_ids: Sequence[int] = ()):
