@@ -19,7 +19,7 @@ HELP = """\
 usage: python3 tools/dev.py COMMAND [ARGUMENTS...]
 
   generate, chat, serve, plan, inspect, doctor, ...
-                        run that cpmrt command: tools/dev.py generate "def read_lines(path):"
+                        run that cpmrt command: tools/dev.py generate "def load_config(path):"
   test                  ruff, mypy, import-linter and the first tier of tests; some minutes on two cores
   test --all            the same, then what the second tier adds: kernels for every architecture, by both compilers
                         and in all sizes, long fuzzing with new examples, load
