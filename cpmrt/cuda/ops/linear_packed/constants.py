@@ -7,21 +7,16 @@ from dataclasses import dataclass
 
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.ops.linear import OPS
+from cpmrt.cuda.ops.linear_packed.layout import LayoutConstants
 
 PREPARE_THREADS = 256
 """Threads of a block of `PREPARE`, which prepares one row."""
 
 
-@dataclass(frozen=True, slots=True)
-class LinearPackedConstants:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearPackedConstants(LayoutConstants):
     """Compile-time constants of linear_packed.cu, which explains them; `smem_bytes` is what a block uses."""
 
-    linear: int
-    in_features: int
-    weight_bits: int
-    runs: int
-    scale_group: int
-    zeros: int
     rows: int
     warps: int
     warpgroups: bool
@@ -38,7 +33,6 @@ class LinearPackedConstants:
     kept_rounds: int
     smem_bytes: int
     portable: bool
-    head_dim: int | None = None
     fatrelu: int | None = None
     row_pitch: int | None = None
     early_warps: int | None = None

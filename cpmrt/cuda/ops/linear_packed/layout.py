@@ -29,7 +29,7 @@ _WHOLE_ROW_TILES = 6
 
 
 class LayoutSizes(TypedDict):
-    """The compile-time constants that every kernel which reads or writes a layout has; `head_dim` is of qkv only."""
+    """The values of `LayoutConstants`."""
 
     linear: int
     in_features: int
@@ -40,9 +40,9 @@ class LayoutSizes(TypedDict):
     head_dim: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class RepackConstants:
-    """Compile-time constants of repack.cu; `format` is the number of the file's format."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutConstants:
+    """Compile-time constants of every kernel that reads or writes a layout; `head_dim` is of qkv only."""
 
     linear: int
     in_features: int
@@ -50,8 +50,14 @@ class RepackConstants:
     runs: int
     scale_group: int
     zeros: int
-    format: int
     head_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepackConstants(LayoutConstants):
+    """repack.cu has these constants: also the number of the file's format."""
+
+    format: int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import ceil
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import TILE_ROWS
-from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, PackedLayout
+from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, LayoutConstants, PackedLayout
 from cpmrt.cuda.ops.linear_packed.short_chunk import ChunkPlan, takes_chunk
 
 # From sm_90 on a library's products, which take weights in 16 bits, are so much faster that unpacking them pays.
@@ -23,19 +23,12 @@ _THREADS_PER_TILE, _MOST_STAGES, _FEWEST_STAGES = 16, 4, 3
 _HALF_COLUMNS = SLICE_COLUMNS // 2
 
 
-@dataclass(frozen=True, slots=True)
-class LongChunkConstants:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongChunkConstants(LayoutConstants):
     """Compile-time constants of packed_gemm_wide.cu, which explains them."""
 
-    linear: int
-    in_features: int
-    weight_bits: int
-    runs: int
-    scale_group: int
-    zeros: int
     tiles: int
     stages: int
-    head_dim: int | None = None
     gated: bool | None = None
     fatrelu: int | None = None
 

@@ -15,7 +15,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.launch import Dimensions
-from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SLICE_COLUMNS, PackedLayout
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SLICE_COLUMNS, LayoutConstants, PackedLayout
 
 if TYPE_CHECKING:
     from cpmrt.cuda.build.spec import Constants
@@ -35,23 +35,16 @@ _UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 3, 6
 _WGMMA_CAPABILITY, _BARRIER_BYTES, _BOX_COLUMNS = 90, 16, 64
 
 
-@dataclass(frozen=True, slots=True)
-class ShortChunkConstants:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortChunkConstants(LayoutConstants):
     """Compile-time constants of packed_gemm_wgmma.cu, which explains them; packed_gemm.cu has all of them too."""
 
-    linear: int
-    in_features: int
-    weight_bits: int
-    runs: int
-    scale_group: int
-    zeros: int
     tokens: int
     tiles: int
     stages: int
-    head_dim: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WarpGemmConstants(ShortChunkConstants):
     """packed_gemm.cu has these constants: also how many warps share a tile."""
 
