@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from cpmrt.cuda.build import cubin_cache, nvrtc
 from cpmrt.cuda.build.source import KernelSource, read_source
@@ -57,26 +57,19 @@ def compile_module(file: str, arch: str, dtype: DType, constants: Constants) -> 
     `arch` is such as "sm_90". Where NVRTC is not installed, a cubin that any version of it made is good enough. Raises
     KernelCompileError.
     """
-    source, chosen = read_source(file), options(arch, dtype, constants)
-    cached = _cached(source, chosen)
-    if cached:
-        return cached
-    cubin, _ = nvrtc.compile_cubin(source, chosen)
-    return cubin_cache.store(_key(source, chosen), nvrtc.version() or "unknown", cubin)
+    build = _Build.of(file, arch, dtype, constants)
+    return build.cached() or build.compile()
 
 
 def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Constants]]) -> list[Path]:
     """Return the cubins of several (file, constants), compiled side by side. Raises as compile_module does."""
-    wanted = list(modules)
     # One thread finds what is there faster than many, which wait for Python's lock.
-    cached = [_cached(read_source(file), options(arch, dtype, constants)) for file, constants in wanted]
+    builds = [_Build.of(file, arch, dtype, constants) for file, constants in modules]
+    cached = [build.cached() for build in builds]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        builds = [
-            path or pool.submit(compile_module, file, arch, dtype, constants)
-            for path, (file, constants) in zip(cached, wanted, strict=True)
-        ]
+        made = [path or pool.submit(build.compile) for path, build in zip(cached, builds, strict=True)]
         try:
-            return [build if isinstance(build, Path) else build.result() for build in builds]
+            return [path if isinstance(path, Path) else path.result() for path in made]
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -131,12 +124,24 @@ class Modules:
         return self._loaded[key]
 
 
-def _cached(source: KernelSource, chosen: Iterable[str]) -> Path | None:
-    return cubin_cache.find(_key(source, chosen), nvrtc.version())
+class _Build(NamedTuple):
+    """A source with its options, and the key of its cubin in the cache."""
 
+    source: KernelSource
+    options: tuple[str, ...]
+    key: str
 
-def _key(source: KernelSource, chosen: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join((source.digest, *chosen)).encode()).hexdigest()
+    @classmethod
+    def of(cls, file: str, arch: str, dtype: DType, constants: Constants) -> _Build:
+        source, chosen = read_source(file), tuple(options(arch, dtype, constants))
+        return cls(source, chosen, hashlib.sha256("\0".join((source.digest, *chosen)).encode()).hexdigest())
+
+    def cached(self) -> Path | None:
+        return cubin_cache.find(self.key, nvrtc.version())
+
+    def compile(self) -> Path:
+        cubin, _ = nvrtc.compile_cubin(self.source, self.options)
+        return cubin_cache.store(self.key, nvrtc.version() or "unknown", cubin)
 
 
 def _capability(arch: str) -> int:
