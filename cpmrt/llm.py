@@ -132,8 +132,7 @@ class LLM:
         self._prefixes = Prefixes(
             folder, settings, self._plan, lambda: self.engine, lambda reading: self._shared.run([reading])
         )
-        adaptive = settings.speculation is None or settings.speculation.is_adaptive
-        self.use(Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive))
+        self.use(Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=settings.drafts_adaptively))
 
     def use(self, engine: Engine) -> None:
         """Run everything on this engine from now on: tests bring one of their own."""

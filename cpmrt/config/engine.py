@@ -104,6 +104,11 @@ class EngineConfig:
             )  # fmt: skip
         self._check_speculation()
 
+    @property
+    def drafts_adaptively(self) -> bool:
+        """Whether the engine chooses among tree shapes and plain steps."""
+        return self.speculation is None or self.speculation.is_adaptive
+
     def _check_speculation(self) -> None:
         needs_draft = self.speculation is not None and self.speculation.method != "lookup"
         if needs_draft != (self.draft is not None):

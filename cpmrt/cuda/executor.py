@@ -33,7 +33,7 @@ from cpmrt.cuda.ops.screened_head import can_screen
 from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
-from cpmrt.cuda.step.launches import masked_launches, step_launches
+from cpmrt.cuda.step.launches import masked_launches, run_on_padding, step_launches
 from cpmrt.cuda.step.masks import MaskedGraphs, MaskRing
 from cpmrt.cuda.step.memory import buckets, certain_rows, row_counts
 from cpmrt.cuda.step.prompt_passes import PromptPasses
@@ -141,8 +141,7 @@ class CudaExecutor:
         self._fill_tables(position_limit)
         self._capture(loops=engine.steps_per_launch > 1)
         if self._speculation is not None:
-            is_adaptive = engine.speculation is None or engine.speculation.is_adaptive
-            counts = self._speculation.counts if is_adaptive else ()
+            counts = self._speculation.counts if engine.drafts_adaptively else ()
             self._limits = measured_limits(self, self._speculation.pass_seconds, engine.steps_per_launch, counts)
 
     @property
@@ -241,16 +240,10 @@ class CudaExecutor:
         return MaskedGraphs(self._graphs, masks, self._prepare_rows, *launches)
 
     def _prepare_rows(self, num_rows: int) -> None:
-        """Compile what a decode step of so many rows needs, and run it once on padding rows, which loads it."""
-        if num_rows in self._row_counts:
-            return
-        with self._launcher.recording() as modules:
-            self._forward.decode(num_rows)
-        self._modules.compile(modules)
-        self._graphs.flush()
-        with self.stream:
-            fill(self._arrays["slots"][:num_rows], -1)
-        self._forward.decode(num_rows)
+        """Compile and load what a decode step of so many rows needs."""
+        if num_rows not in self._row_counts:
+            decode = partial(self._forward.decode, num_rows)
+            run_on_padding(self._launcher, self._graphs, self._arrays["slots"][:num_rows], decode)
 
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:

@@ -19,6 +19,7 @@ from cpmrt.cuda.load.tables import fill, fill_tables
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.step.costs import launch_seconds
 from cpmrt.cuda.step.forward import StepForward
+from cpmrt.cuda.step.launches import run_on_padding
 from cpmrt.cuda.step.masks import MaskedTree, TreeRing
 from cpmrt.cuda.step.rings import Answer, Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
@@ -198,7 +199,9 @@ class Speculation:
             for number in range(len(self._draft.shapes)):
                 self._capture_masked(graphs, number, waiting_rows(self._draft))
         if (shape, num_rows) not in self._captured:
-            self._prepare_waiting(graphs, num_rows)
+            assert self._forward is not None
+            waiting = partial(self._forward.waiting, num_rows)
+            run_on_padding(self._launcher, graphs, self._arrays["draft_slots"], waiting)
             self._capture_masked(graphs, shape, num_rows)
         tree = MaskedTree(self._masked_ring, self._rings.next_number, self._draft.shapes[shape].num_nodes, masks)
         graphs.run(("speculate under masks", shape, num_rows))
@@ -209,17 +212,6 @@ class Speculation:
         step = self._parts.step(ops, self._draft.shapes[shape], num_rows)
         graphs.add(("speculate under masks", shape, num_rows), step)
         self._captured.add((shape, num_rows))
-
-    def _prepare_waiting(self, graphs: Graphs, num_rows: int) -> None:
-        """Compile what a pass over so many tokens that wait needs, and run it once on padding rows, which loads it."""
-        assert self._forward is not None
-        with self._launcher.recording() as modules:
-            self._forward.waiting(num_rows)
-        self._launcher.modules.compile(modules)
-        graphs.flush()
-        with self._launcher.stream:
-            fill(self._arrays["draft_slots"], -1)
-        self._forward.waiting(num_rows)
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
         """Time the draft's passes and the target's of a step of this shape, over the rows that the last step left."""

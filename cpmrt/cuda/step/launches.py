@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.load.tables import fill
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels
 from cpmrt.cuda.step.masks import MaskRing
+
+
+def run_on_padding(launcher: Launcher, graphs: Graphs, slots: DeviceArray, forward: Callable[[], None]) -> None:
+    """Compile what a forward needs that no step has run yet, and run it once on padding rows, which loads it. `slots`:
+    those of its rows."""
+    with launcher.recording() as modules:
+        forward()
+    launcher.modules.compile(modules)
+    graphs.flush()
+    with launcher.stream:
+        fill(slots, -1)
+    forward()
 
 
 def step_launches(
