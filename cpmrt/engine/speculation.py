@@ -202,10 +202,12 @@ class DraftPolicy:
 
     def observe_several(self, shape: int, given: Sequence[tuple[int, bool]]) -> None:
         """Take the result of the oldest draft step for each of its sequences that go on, as `observe` does for one."""
+        is_trailing = self._num_trailing > 0
         self._num_in_flight -= 1
-        if self._num_trailing:
-            self._num_trailing -= 1
-        elif self._best == PLAIN and given:
+        self._num_trailing -= is_trailing
+        if not given:
+            return
+        if self._best == PLAIN and not is_trailing:
             self._estimate.fade(_OLD_WEIGHT)
             total = sum(num_tokens for num_tokens, _ in given)
             paid_off = total * self._plain_s > len(given) * self._seconds[shape]
@@ -213,8 +215,6 @@ class DraftPolicy:
             self._gap = 0 if paid_off else max(shortest, min(2 * self._gap, longest))
         for num_tokens, is_lookup in given:
             self._estimate.add(shape, num_tokens, is_lookup=is_lookup)
-        if not given:
-            return
         self._num_undecided += 1
         if self._num_undecided >= self._rest or self._best == PLAIN:
             self._num_undecided = 0
