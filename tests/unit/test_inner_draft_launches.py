@@ -86,7 +86,7 @@ def opened(blueprint: Any) -> tuple[Watching, Any]:
     }
     arrays |= held_weights(plan.tensors, arrays, DEVICE)
     gemm = Gemm(DEVICE, launcher, arrays["gemm_workspace"], use_library=False)
-    forward = StepForward(config, DEVICE, launcher, gemm, arrays, plan.caches)
+    forward = StepForward(config, DEVICE, launcher, gemm, arrays, plan.caches, blueprint.draft.config.taps)
 
     def loop(body: Any, goes_on: Any, at_most: int) -> None:
         assert at_most == 4
@@ -94,7 +94,8 @@ def opened(blueprint: Any) -> tuple[Watching, Any]:
         body()
         goes_on(np.uint64(9))
 
-    rings: Any = type("Rings", (), {"addresses": (np.uint64(1), np.uint64(2)), "command_bytes": 64})
+    addresses = np.uint64(1), np.uint64(2)
+    rings: Any = type("Rings", (), {"addresses": addresses, "command_bytes": 64, "next_number": 1})
     return launcher, Speculation(
         blueprint.draft, config, DEVICE, launcher, gemm, arrays, rings, forward, plan, loop
     )  # fmt: skip

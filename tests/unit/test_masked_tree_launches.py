@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.test_several_drafts import blueprint_of, speculation_of
+from unit.test_inner_draft_launches import opened
+from unit.test_several_drafts import blueprint_of
 
 from cpmrt.cuda.draft import speculation as under_test
 from cpmrt.executor import TreeMasks
@@ -45,7 +46,7 @@ def test_every_node_has_a_mask(
 ) -> None:
     monkeypatch.setattr(under_test, "TreeRing", Ring)
     blueprint = blueprint_of(name, {"lookup": lookup} if lookup else "auto")
-    speculation, launcher = speculation_of(blueprint)
+    launcher, speculation = opened(blueprint)
     graphs: Any = HeldGraphs()
     num_waiting = under_test.waiting_rows(blueprint.draft)
     for number, shape in enumerate(blueprint.draft.shapes):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from unit.test_inner_draft_launches import DEVICE, SHAPE, SMALL, Watching
+from unit.test_inner_draft_launches import DEVICE, SHAPE, SMALL, opened
 
 from cpmrt.bench.shapes import config_folder, draft_configs, shape_config
 from cpmrt.config import EngineConfig
 from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.draft.several import captured_count, captured_counts, most_sequences
-from cpmrt.cuda.draft.speculation import Speculation
-from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear_packed.products import held_weights
-from cpmrt.cuda.step.forward import StepForward
 from cpmrt.opening import Blueprint, described
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -45,27 +40,9 @@ def most_of(blueprint: Blueprint) -> tuple[int, ...]:
     return most_sequences(blueprint.draft, blueprint.plan(256).caches)
 
 
-def speculation_of(blueprint: Blueprint) -> tuple[Speculation, Watching]:
-    """What drafts on arrays without memory, and what writes down its launches."""
-    plan, launcher = blueprint.plan(256), Watching()
-    config = blueprint.config.for_context(256)
-    arrays: dict[str, Any] = {
-        region.name: np.broadcast_to(np.zeros((), region.dtype), region.shape) for region in plan.regions
-    }
-    arrays |= held_weights(plan.tensors, arrays, DEVICE)
-    assert blueprint.draft is not None
-    gemm, taps = Gemm(DEVICE, launcher, arrays["gemm_workspace"], use_library=False), blueprint.draft.config.taps
-    forward = StepForward(config, DEVICE, launcher, gemm, arrays, plan.caches, taps)
-    rings: Any = type("Rings", (), {"addresses": (np.uint64(1), np.uint64(2)), "command_bytes": 64, "next_number": 1})
-    speculation = Speculation(
-        blueprint.draft, config, DEVICE, launcher, gemm, arrays, rings, forward, plan, lambda *_: None
-    )
-    return speculation, launcher
-
-
 def launched(blueprint: Blueprint) -> dict[Any, list[tuple[str, tuple[Any, ...]]]]:
     """What each graph of drafting launches."""
-    (speculation, launcher), found = speculation_of(blueprint), {}
+    (launcher, speculation), found = opened(blueprint), {}
     for name, launch in speculation.launches((64,)).items():
         launcher.launched = []
         launch()
