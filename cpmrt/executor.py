@@ -55,8 +55,9 @@ class Mask:
 
 
 Path = tuple[int, ...]
-MaskFailure = Literal["late", "cut", "nothing"]
 """The tokens that lead from the root of a drafted tree, the last token of its sequence, to one of its nodes."""
+MaskFailure = Literal["late", "cut", "nothing"]
+"""Why a token could not be sampled under its mask: see `SlotResult`."""
 
 
 class TreeMasks:
