@@ -147,5 +147,7 @@ def write_all(root: Path) -> Path:
     write_folder(root / "of vllm", EAGLE_OF_VLLM, eagle_of_vllm_tensors())
     write_folder(root / "eagle3", EAGLE3, eagle3_tensors())
     write_folder(root / "dspark", DSPARK, dspark_tensors())
+    frequent = write_folder(root / "frequent dspark", DSPARK, dspark_tensors(seed=8))
+    (frequent / "freq_16.json").write_text(json.dumps([*range(22, 6, -1)]))
     write_folder(root / "model", TARGET | {"num_hidden_layers": 1}, target_tensors(seed=7, layers=1))
     return root

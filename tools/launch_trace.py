@@ -195,8 +195,8 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
         model = ModelFolder.open(folder, weights=False, sparse=sparse)
         shapes = CHAINS if draft_name in ("dspark", "lookup") else TREES
         wish: Any = "auto" if draft_name is None else {"shapes": shapes}
-        if draft_name == "eagle2" and draft_bits == 4:
-            wish |= {"draft_vocab": 32768, "head_bits": 4, "window": 1024}
+        if draft_name in ("eagle2", "dspark") and draft_bits == 4:
+            wish |= {"draft_vocab": 32768, "head_bits": 4} | ({"window": 1024} if draft_name == "eagle2" else {})
         settings = EngineConfig(load_format="dummy", **engine)
         blueprint = described(model, settings, CudaTarget(device), draft_name, wish)
     plan, draft = blueprint.plan(blueprint.position_limit), blueprint.draft

@@ -107,7 +107,7 @@ DEFAULT_SHAPES: dict[str, tuple[TreeShape, ...]] = {
 _FOREIGN = {
     "eagle2": ("min_confidence", "inner"),
     "eagle3": ("draft_vocab", "min_confidence", "inner"),
-    "dspark": ("draft_vocab", "window", "inner"),
+    "dspark": ("window", "inner"),
     "model": ("draft_vocab", "window", "min_confidence"),
     "lookup": ("draft_vocab", "window", "head_bits", "min_confidence", "layer_bits", "inner"),
 }

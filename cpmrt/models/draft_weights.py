@@ -14,6 +14,7 @@ from cpmrt.config.draft import DraftConfig
 from cpmrt.config.dspark import chains_of
 from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
 from cpmrt.models.draft import PREFIX, Draft, prefixed, tensor_specs
+from cpmrt.models.drafts.dspark import cut_markov
 from cpmrt.models.layers import Names
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.check import DRAFT_LEFTOVERS, LEFTOVERS, check
@@ -86,13 +87,14 @@ def _draft(
     target_specs: Sequence[TensorSpec],
 ) -> Draft:
     config, vocab_size = folder.config, target.config.vocab_size
-    specs, token_map, head, shapes = prefixed(own_specs), None, None, wish.shapes
+    token_map, head, shapes = None, None, wish.shapes
     if config.method == "eagle3":
         token_map = _from_offsets(config, checkpoint, vocab_size)
-    elif config.method == "eagle2":
+    elif config.method in ("eagle2", "dspark"):
         token_map = _frequent(folder.path, checkpoint, vocab_size, wish)
-    elif config.block is not None:
-        shapes = chains_of(wish.shapes, config.block)
+    if config.block is not None:
+        shapes, own_specs = chains_of(wish.shapes, config.block), cut_markov(own_specs, token_map)
+    specs = prefixed(own_specs)
     if config.method in ("eagle2", "dspark"):
         if own := _own_head(config, checkpoint, target):
             specs += (_copied_head((own,), config.head_bits, token_map) or prefixed((own,))[0],)

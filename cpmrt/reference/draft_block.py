@@ -9,13 +9,15 @@ from cpmrt.models.drafts.dspark import MARKOV_CANDIDATES, MarkovWeights, markov_
 
 
 def choose_block(
-    logits: F32, states: F32, root_token: int, length: int, markov: MarkovWeights, min_confidence: float = 0.0
-) -> list[int]:
+    logits: F32, states: F32, root_token: int, length: int, markov: MarkovWeights, min_confidence: float = 0.0,
+    token_map: Array | None = None,
+) -> list[int]:  # fmt: skip
     """Return at most `length` tokens, one after another behind the root; row k of the block drafts token k.
 
-    logits [T, V] and states [T, hidden]: what `DSpark.block` gives. Of each part of the vocabulary (`markov_parts`)
-    only the MARKOV_CANDIDATES tokens with the highest logits can be chosen, and among equals the lower id is. The first
-    token with a confidence below `min_confidence` ends the chain and is left out.
+    logits [T, rows of the draft's head] and states [T, hidden]: what `DSpark.block` gives; `token_map`: the token of
+    each row of that head, None: the row's number. Of each part of the rows (`markov_parts`) only the MARKOV_CANDIDATES
+    with the highest logits can be chosen, and among equals the lower row is. The first token with a confidence below
+    `min_confidence` ends the chain and is left out.
     """
     tokens, previous = list[int](), root_token
     for row in range(length):
@@ -24,7 +26,8 @@ def choose_block(
             break
         candidates = _candidates(logits[row])
         scores = logits[row, candidates] + markov.second[candidates] @ context
-        previous = int(candidates[np.argmax(scores)])
+        best = candidates[np.argmax(scores)]
+        previous = int(best if token_map is None else token_map[best])
         tokens.append(previous)
     return tokens
 
@@ -38,7 +41,7 @@ def confidence(state: F32, context: F32, markov: MarkovWeights) -> float:
 
 
 def _candidates(logits: F32) -> Array:
-    """Return the ids of the tokens that a row can choose, ascending."""
+    """Return the rows of the head that a row of the block can choose, ascending."""
     parts = logits.reshape(markov_parts(len(logits)), -1)
     best = np.argsort(-parts, axis=1, kind="stable")[:, :MARKOV_CANDIDATES]
     return np.sort((best + np.arange(len(parts))[:, None] * parts.shape[1]).reshape(-1))

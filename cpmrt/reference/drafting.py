@@ -218,7 +218,8 @@ class Drafter:
         """Return the tokens of a block, at most `length` of them."""
         assert self.model is not None
         markov = self.model.markov_weights()
-        return choose_block(logits, states, root_token, length, markov, self.draft.min_confidence)
+        least, token_map = self.draft.min_confidence, self.token_map
+        return choose_block(logits, states, root_token, length, markov, least, token_map)
 
     def tree_rows(
         self, slot: int, base: int, tokens: Array, positions: Array, locations: Array, masks: Array,

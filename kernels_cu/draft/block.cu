@@ -1,25 +1,25 @@
 // A DSpark draft's block: its rows, and its tokens, chosen one after another with a Markov head.
 //
 //   formula   block_begin: row r holds the newest token (r = 0) or the mask token at position P + r and sees all positions
-//             up to the last row's; markov_chain: token r = arg max over the candidates u of row r of
-//             logits[r][u] + second[u] . first[token r - 1], the root before the first; the lower id among equals;
+//             up to the last row's; markov_chain: token r = token_map[arg max over the candidates u of row r of
+//             logits[r][u] + second[u] . first[token r - 1]], the root before the first; the lower u among equals;
 //             before it the chain ends if sigmoid(confidence . [states[r] | first[token r - 1]] + bias) < min_confidence
 //   operands  trees (n) DraftTree; token_ids, positions, slots, reach (n, rows) int32 and part_slots (n, rows * PARTS)
 //             int32: the draft's rows, the last once more for each part of the vocabulary; node_ids, node_positions,
 //             node_slots, locations, base (n, num_nodes) int32 and masks (n, num_nodes) uint64: the target's rows, of
 //             which tree_size are set; logits (n, rows, VOCAB) float32; states (n, rows, hidden) scalar_t; ids
-//             (n, rows * PARTS, kPartBest) int32: the best tokens of each part,
-//             counted from its first; first and second (VOCAB, RANK) scalar_t; confidence (hidden + RANK) and bias (1)
-//             scalar_t, or null
-//   constants VOCAB: tokens. PARTS: equal parts of them, of which each has candidates. RANK: columns of the Markov head, a
-//             multiple of 8
-//   launch    block_begin: grid n, block 512; markov_chain: grid n, block 1024; under 2 KB of static shared memory
+//             (n, rows * PARTS, kPartBest) int32: the best of each part, counted from its first; first (tokens, RANK)
+//             and second (VOCAB, RANK) scalar_t; token_map (VOCAB) int32, or null where u is the token; confidence
+//             (hidden + RANK) and bias (1) scalar_t, or null
+//   constants VOCAB: rows of the draft's head. PARTS: equal parts of them, of which each has candidates. RANK: columns of
+//             the Markov head, a multiple of 8
+//   launch    grid n, block 512; under 2 KB of static shared memory
 //   numerics  float32 sums
 //   oracle    reference/draft_block.py choose_block
 //   source    DSpark (DeepSpec); original
-//   layout    The choice of a token needs the one before it, so that one block has them all and a warp a few candidates,
-//             whose rows it reads together. The rows of all tokens' candidates are asked for at the start: they come into
-//             the L2 while the first token is chosen
+//   layout    The choice of a token needs the one before it, so that one block has them all and a warp a few candidates.
+//             It reads their rows while the token before is chosen. The rows of all candidates are asked for at the
+//             start: they come into the L2 meanwhile
 #if !defined(VOCAB) || !defined(PARTS) || !defined(RANK)
 #error "a constant is not defined"
 #endif
@@ -27,17 +27,17 @@
 #include "draft_tree.cuh"
 #include "ordered_float.cuh"
 
-constexpr int kBeginThreads = 512;
-constexpr int kThreads = 1024;
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPart = VOCAB / PARTS;
 constexpr int kPartBest = kPart < kMaxTopK ? kPart : kMaxTopK;
 constexpr int kCandidates = PARTS * kPartBest;
 constexpr int kOfWarp = (kCandidates + kWarps - 1) / kWarps;
 constexpr int kLineElements = 64;  // of 128 bytes
+constexpr int kOfLanes = 256;      // columns that the lanes of a warp read at a time
 static_assert(VOCAB % PARTS == 0 && RANK % 8 == 0, "parts are equal, and rows are read 16 bytes at a time");
 
-extern "C" __global__ void __launch_bounds__(kBeginThreads)
+extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(block_begin)(const DraftTree* trees, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                         int32_t* __restrict__ slots, int32_t* __restrict__ reach, int32_t* __restrict__ part_slots,
                         int num_rows, int mask_token) {
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kBeginThreads)
   const int own = blockIdx.x * num_rows;
   token_ids += own, positions += own, slots += own, reach += own, part_slots += own * PARTS;
   const int first = tree->position, end = min(first + num_rows, min(tree->capacity, tree->max_context));
-  for (int i = threadIdx.x; i < num_rows * PARTS; i += kBeginThreads) {
+  for (int i = threadIdx.x; i < num_rows * PARTS; i += kThreads) {
     const int row = i / PARTS, position = first + row, slot = slot_at(tree, position, position);
     part_slots[i] = slot;
     if (i % PARTS != 0) continue;
@@ -63,6 +63,12 @@ DEVICE float warp_sum(float value) {
   return value;
 }
 
+DEVICE uint64_t warp_max(uint64_t value) {
+  const uint32_t high = static_cast<uint32_t>(value >> 32), top = __reduce_max_sync(0xFFFFFFFFu, high);
+  const uint32_t low = __reduce_max_sync(0xFFFFFFFFu, high == top ? static_cast<uint32_t>(value) : 0);
+  return static_cast<uint64_t>(top) << 32 | low;
+}
+
 DEVICE float dot8(uint4 row, const float* factors) {
   const uint32_t words[4] = {row.x, row.y, row.z, row.w};
   float sum = 0.0f;
@@ -77,7 +83,7 @@ DEVICE float dot8(uint4 row, const float* factors) {
 // Of the lane's columns of a row of `count` columns and of another of them.
 DEVICE float dot_rows(const scalar_t* row, const scalar_t* weights, int count) {
   float sum = 0.0f;
-  for (int column = threadIdx.x % 32 * 8; column < count; column += 256) {
+  for (int column = threadIdx.x % 32 * 8; column < count; column += kOfLanes) {
     const uint4 values = load16(weights + column);
     const uint32_t words[4] = {values.x, values.y, values.z, values.w};
     float factors[8];
@@ -88,52 +94,63 @@ DEVICE float dot_rows(const scalar_t* row, const scalar_t* weights, int count) {
   return sum;
 }
 
+// Whether the confidence is below `least`; `of_state`: the state's part of its logit. Every warp has the same answer.
+DEVICE bool is_below(float least, float of_state, const scalar_t* weights, const float* context) {
+  float sum = 0.0f;
+  for (int column = threadIdx.x % 32 * 8; column < RANK; column += kOfLanes)
+    sum += dot8(load16(weights + column), context + column);
+  return 1.0f / (1.0f + expf(-of_state - warp_sum(sum))) < least;
+}
+
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// The `index`-th candidate of a row.
-DEVICE int candidate_of(const int32_t* ids, int row, int index) {
-  const int part = index / kPartBest;
-  return part * kPart + ids[(row * PARTS + part) * kPartBest + index % kPartBest];
-}
+// The `index`-th candidate of a row whose best are `row_ids`.
+DEVICE int candidate_of(const int32_t* row_ids, int index) { return index / kPartBest * kPart + row_ids[index]; }
 
-struct Markov {
-  const scalar_t *first, *second;
-};
+// A warp's candidates of a row: lane i has the i-th, and every lane its columns of all of their rows of `second`.
+struct Candidates {
+  int id;
+  float logit;
+  uint4 rows[kOfWarp];
 
-// The largest of this warp's candidates behind the token whose row of `first` is `context`.
-DEVICE uint64_t best_of_warp(const Markov& markov, const float* logits, const int32_t* ids, int row,
-                             const float* context) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int tokens[kOfWarp];
-  float scores[kOfWarp];
-#pragma unroll
-  for (int i = 0; i < kOfWarp; i++) {
-    const int index = warp + i * kWarps;
-    tokens[i] = index < kCandidates ? candidate_of(ids, row, index) : -1;
-    scores[i] = 0.0f;
+  DEVICE void load(const float* logits, const int32_t* row_ids, const scalar_t* second) {
+    const int lane = threadIdx.x % 32, index = threadIdx.x / 32 + lane * kWarps;
+    id = index < kCandidates ? candidate_of(row_ids, index) : -1;
+    logit = logits[max(id, 0)];
+    read(second, 0);
   }
-  for (int column = lane * 8; column < RANK; column += 256) {
-    float factors[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) factors[i] = context[column + i];
-    uint4 values[kOfWarp];
+  // The largest behind the token whose row of `first` is `context`. The rows are used up.
+  DEVICE uint64_t best(const scalar_t* second, const float* context) {
+    float scores[kOfWarp] = {};
+    add(scores, context, 0);
+#pragma unroll 1
+    for (int begin = kOfLanes; begin < RANK; begin += kOfLanes) {
+      read(second, begin);
+      add(scores, context, begin);
+    }
+    float bias = 0.0f;
 #pragma unroll
     for (int i = 0; i < kOfWarp; i++) {
-      values[i] = load16(markov.second + static_cast<int64_t>(max(tokens[i], 0)) * RANK + column);
+      const float sum = warp_sum(scores[i]);
+      if (threadIdx.x % 32 == i) bias = sum;
     }
-#pragma unroll
-    for (int i = 0; i < kOfWarp; i++) scores[i] += dot8(values[i], factors);
+    return warp_max(id < 0 ? 0 : candidate(logit + bias, id));
   }
-  uint64_t best = 0;
+  DEVICE void read(const scalar_t* second, int begin) {
+    const int column = begin + threadIdx.x % 32 * 8;
 #pragma unroll
-  for (int i = 0; i < kOfWarp; i++) {
-    const float bias = warp_sum(scores[i]);
-    if (tokens[i] < 0) continue;
-    const uint64_t other = candidate(logits[static_cast<int64_t>(row) * VOCAB + tokens[i]] + bias, tokens[i]);
-    best = max(best, other);
+    for (int i = 0; i < kOfWarp; i++) {
+      const int row = max(__shfl_sync(0xFFFFFFFFu, id, i), 0);
+      if (column < RANK) rows[i] = load16(second + static_cast<int64_t>(row) * RANK + column);
+    }
   }
-  return best;
-}
+  DEVICE void add(float (&scores)[kOfWarp], const float* context, int begin) const {
+    const int column = begin + threadIdx.x % 32 * 8;
+    if (column >= RANK) return;
+#pragma unroll
+    for (int i = 0; i < kOfWarp; i++) scores[i] += dot8(rows[i], context + column);
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(markov_chain)(DraftTree* trees, int32_t* __restrict__ node_ids, int32_t* __restrict__ node_positions,
@@ -141,50 +158,53 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                          uint64_t* __restrict__ masks, int32_t* __restrict__ base, const float* logits,
                          const scalar_t* states, const int32_t* ids, const int32_t* slots,
                          const scalar_t* __restrict__ first, const scalar_t* __restrict__ second,
-                         const scalar_t* __restrict__ confidence, const scalar_t* __restrict__ bias,
-                         float min_confidence, int hidden, int num_rows, int tree_size, int num_nodes) {
+                         const int32_t* __restrict__ token_map, const scalar_t* __restrict__ confidence,
+                         const scalar_t* __restrict__ bias, float min_confidence, int hidden, int num_rows,
+                         int tree_size, int num_nodes) {
   __shared__ float context[RANK];
   __shared__ float of_states[kMaxNodes];
-  __shared__ float of_context;
   __shared__ uint64_t best[kWarps];
   __shared__ int32_t tokens[kMaxNodes];
   pdl_begin();
   DraftTree* tree = trees + blockIdx.x;
   const int own = blockIdx.x * num_rows;
   logits += static_cast<int64_t>(own) * VOCAB, states += static_cast<int64_t>(own) * hidden;
-  ids += own * PARTS * kPartBest, slots += own;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, length = tree_size - 1;
-  for (int i = threadIdx.x; i < length * kCandidates; i += kThreads) {
-    const int row = i / kCandidates;
-    if (slots[row] < 0) break;
-    const scalar_t* wanted = second + static_cast<int64_t>(candidate_of(ids, row, i % kCandidates)) * RANK;
-#pragma unroll
-    for (int column = 0; column < RANK; column += kLineElements) prefetch(wanted + column);
-  }
+  ids += own * kCandidates, slots += own;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Rows that are no padding come first.
+  const int length = __syncthreads_count(threadIdx.x + 1 < tree_size && slots[threadIdx.x] >= 0);
   if (confidence) {
     for (int row = warp; row < length; row += kWarps) {
       const float sum = warp_sum(dot_rows(states + static_cast<int64_t>(row) * hidden, confidence, hidden));
       if (lane == 0) of_states[row] = sum + to_float(*bias);
     }
   }
-  const Markov markov = {first, second};
+  Candidates candidates;
+  const auto load = [&](int row) {
+    if (row < length) candidates.load(logits + static_cast<int64_t>(row) * VOCAB, ids + row * kCandidates, second);
+  };
+  load(0);
+#pragma unroll 1
+  for (int i = kCandidates + threadIdx.x; i < length * kCandidates; i += kThreads) {
+    const int row = i / kCandidates * kCandidates;
+    const scalar_t* wanted = second + static_cast<int64_t>(candidate_of(ids + row, i - row)) * RANK;
+#pragma unroll
+    for (int column = 0; column < RANK; column += kLineElements) prefetch(wanted + column);
+  }
   int previous = tree->root_token, count = 0;
-  for (; count < length && slots[count] >= 0; count++) {
+  for (; count < length; count++) {
     const scalar_t* row = first + static_cast<int64_t>(previous) * RANK;
     for (int column = threadIdx.x; column < RANK; column += kThreads) context[column] = to_float(row[column]);
-    if (confidence && warp == 0) {
-      const float sum = warp_sum(dot_rows(row, confidence + hidden, RANK));
-      if (lane == 0) of_context = sum;
-    }
     __syncthreads();
-    if (confidence && 1.0f / (1.0f + expf(-of_states[count] - of_context)) < min_confidence) break;
-    const uint64_t best_own = best_of_warp(markov, logits, ids, count, context);
+    if (confidence && is_below(min_confidence, of_states[count], confidence + hidden, context)) break;
+    const uint64_t best_own = candidates.best(second, context);
+    load(count + 1);
     if (lane == 0) best[warp] = best_own;
     __syncthreads();
     uint64_t largest = best[0];
 #pragma unroll
     for (int i = 1; i < kWarps; i++) largest = max(largest, best[i]);
-    previous = token_of(largest);
+    previous = token_map ? token_map[token_of(largest)] : token_of(largest);
     if (threadIdx.x == 0) tokens[count] = previous;
   }
   __syncthreads();

@@ -267,6 +267,12 @@ def test_wishes_for_the_draft_change_no_token(open_llm, plain, wishes):
     check(executor, plain, ("minicpm", False, "bfloat16"))
 
 
+@pytest.mark.parametrize("wishes", [{"draft_vocab": 48}, {"draft_vocab": 48, "head_bits": 4}], ids=str)
+def test_a_block_over_frequent_tokens_changes_no_token(open_llm, plain, wishes):
+    executor = open_llm("minicpm", "dspark", dtype="bfloat16", wishes=wishes).executor
+    check(executor, plain, ("minicpm", False, "bfloat16"))
+
+
 @pytest.mark.parametrize("settings", [{"cuda_graphs": False}, {"dependent_launch": False}], ids=str)
 def test_graphs_and_dependent_launches_do_not_matter(open_llm, plain, settings):
     for draft in ("eagle2", "lookup"):

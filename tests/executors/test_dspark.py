@@ -6,6 +6,7 @@ draft's layers store depends on the whole text all the same.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def folder(tmp_path_factory):
     draft["markov_head.markov_w1.weight"] = codes
     draft["markov_head.markov_w2.weight"] = 60 * codes[before]
     write_folder(root / "draft", DRAFT, draft)
+    (root / "shuffled.json").write_text(json.dumps(random.permutation(VOCAB).tolist()))
     return root
 
 
@@ -69,7 +71,8 @@ def opened(folder):
     def open_one(executor: str, dtype: str = "float16", **wishes: Any) -> Any:
         key = executor, dtype, tuple(wishes.items())
         if key not in made:
-            wish = SpeculationConfig("dspark", SHAPES, **wishes)
+            head = {"draft_vocab": str(folder / wishes["draft_vocab"])} if "draft_vocab" in wishes else {}
+            wish = SpeculationConfig("dspark", SHAPES, **wishes | head)
             settings = EngineConfig(
                 executor=executor, dtype=dtype, max_context=256, prefill_chunk=64, memory_budget=1 << 30,
                 draft=str(folder / "draft"), speculation=wish,
@@ -84,7 +87,9 @@ def opened(folder):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("wishes", [{}, {"layer_bits": 8}, {"layer_bits": 4, "head_bits": 8}], ids=str)
+@pytest.mark.parametrize(
+    "wishes", [{}, {"layer_bits": 8}, {"layer_bits": 4, "head_bits": 8}, {"draft_vocab": "shuffled.json"}], ids=str
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_draft_that_knows_what_follows_is_always_right(opened, executor, wishes, dtype):
     tokens, lengths = generate(opened(executor, dtype, **wishes), PROMPT, SETTINGS["greedy"], (0, 1), count=1 + 4 * 9)

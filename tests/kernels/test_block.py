@@ -29,7 +29,7 @@ class BlockDevice:
 
     def __init__(
         self, cuda: Any, *, vocab: int = 704, rank: int = 32, rows: int = 7, least: float = 0.0, seed: int = 0,
-        portable: bool = False, pdl: bool = False, num_trees: int = 1,
+        portable: bool = False, pdl: bool = False, num_trees: int = 1, token_map: list[int] | None = None,
     ):  # fmt: skip
         self.cuda, self.rows, self.vocab = cuda, rows, vocab
         self.tree = TreeDevice(cuda, portable=portable, pdl=pdl)
@@ -39,8 +39,10 @@ class BlockDevice:
         for spec in block_tables(draft, num_trees):
             arrays[spec.name] = cuda.array(np.full(spec.shape, 0x55, spec.dtype))
         rng = np.random.default_rng(seed)
+        self.token_map = token_map and np.array(token_map, np.int32)
+        num_tokens = vocab if token_map is None else max(token_map) + 1
         self.markov = MarkovWeights(
-            *(rng.integers(-2, 3, (vocab, rank)).astype(np.float32) for _ in range(2)),
+            *(rng.integers(-2, 3, (size, rank)).astype(np.float32) for size in (num_tokens, vocab)),
             rng.integers(-2, 3, (1, HIDDEN + rank)).astype(np.float32) / 8, np.array([0.25], np.float32),
         )  # fmt: skip
         self.logits = rng.integers(-40, 40, (rows, vocab)).astype(np.float32) / 4
@@ -69,9 +71,10 @@ class BlockDevice:
         ]  # fmt: skip
         names = tuple(f"draft_{name}" for name in ("token_ids", "positions", "slots", "reach"))
         assert device.rows(names, self.rows) == expected
-        self.kernels.markov_chain(shape, self.cuda.array(self.logits), self._words(self.states))
+        held_map = None if self.token_map is None else self.cuda.array(self.token_map)
+        self.kernels.markov_chain(shape, self.cuda.array(self.logits), self._words(self.states), held_map)
         drafted = choose_block(
-            self.logits, self.states, running.tokens[-1], min(length, sum(there)), self.markov, least
+            self.logits, self.states, running.tokens[-1], min(length, sum(there)), self.markov, least, self.token_map
         )  # fmt: skip
         nodes, tree = chain_nodes(running.tokens[-1], drafted, shape.tree_size), device.tree()
         for name in ("tokens", "parents", "depths"):
@@ -92,6 +95,17 @@ def test_a_chain_is_chosen_as_the_definition_says(cuda: Any, vocab: int, rank: i
         device = BlockDevice(cuda, vocab=vocab, rank=rank, seed=seed, portable=portable, pdl=seed == 1)
         for length in (7, 4, 1):
             assert device.check(running_at(40 + seed), 0.0, length) == length
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
+@pytest.mark.parametrize("vocab", [88, 1024])
+def test_a_head_of_frequent_tokens(cuda: Any, vocab: int, portable: bool) -> None:
+    token_map = np.random.default_rng(vocab).permutation(3 * vocab)[:vocab].tolist()
+    for seed in range(3):
+        device = BlockDevice(cuda, vocab=vocab, seed=seed, portable=portable, pdl=seed == 1, token_map=token_map)
+        assert device.check(running_at(40 + seed), 0.0, 7) == 7
+    device = BlockDevice(cuda, vocab=vocab, token_map=token_map, least=0.4)
+    device.check(running_at(40), 0.4, 7)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 63])

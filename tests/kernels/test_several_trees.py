@@ -211,7 +211,7 @@ def test_blocks_of_several_sequences(cuda: Any, portable: bool) -> None:
         fits.append(sum(there))
     logits, states = (np.concatenate([getattr(one, name) for one in own]) for name in ("logits", "states"))
     words = from_float32(states, DType.BFLOAT16)
-    own[0].kernels.markov_chain(shape, cuda.array(logits), cuda.array(words), TREES)
+    own[0].kernels.markov_chain(shape, cuda.array(logits), cuda.array(words), num_trees=TREES)
     for index, (one, room) in enumerate(zip(running, fits, strict=True)):
         logits, states = own[index].logits, own[index].states
         tokens = choose_block(logits, states, one.tokens[-1], min(5, room), own[0].markov, 0.0)

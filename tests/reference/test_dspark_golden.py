@@ -131,26 +131,28 @@ def test_narrow_storage_mostly_drafts_the_same(tmp_path, dtype):
     assert len(agree) >= 8 and np.mean(agree) > 0.7
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize(("vocab", "parts"), [(704, 8), (700, 4), (601, 1)])
-def test_the_markov_chain_over_a_large_vocabulary(vocab, parts):
-    """Against loops in float64: the 32 best tokens of each part of the vocabulary are asked about."""
+def test_the_markov_chain_over_a_large_vocabulary(vocab, parts, is_cut):
+    """Against loops in float64: the 32 best rows of each part of the head are asked about."""
     random, size, rank, hidden = np.random.default_rng(6), 5, 4, 8
     logits, states = (random.standard_normal((size, width)).astype(np.float32) for width in (vocab, hidden))
     logits[2, 300:] = -3.0
     part = vocab // parts
-    first, second = (3 * random.standard_normal((vocab, rank)).astype(np.float32) for _ in range(2))
+    tokens = random.permutation(2 * vocab)[:vocab] if is_cut else np.arange(vocab)
+    first, second = (3 * random.standard_normal((count, rank)).astype(np.float32) for count in (2 * vocab, vocab))
     markov = MarkovWeights(first, second, None, None)
     expected, previous = [], 17
     for row in logits:
-        ranked = sorted(range(vocab), key=lambda token: (-row[token], token))
-        best = [token for p in range(parts) for token in [t for t in ranked if t // part == p][:32]]
-        scores = {token: float(row[token]) + float(second[token] @ first[previous].astype(float)) for token in best}
-        previous = max(sorted(scores), key=scores.__getitem__)
+        ranked = sorted(range(vocab), key=lambda unit: (-row[unit], unit))
+        best = [unit for p in range(parts) for unit in [u for u in ranked if u // part == p][:32]]
+        scores = {unit: float(row[unit]) + float(second[unit] @ first[previous].astype(float)) for unit in best}
+        previous = int(tokens[max(sorted(scores), key=scores.__getitem__)])
         expected.append(previous)
-    assert choose_block(logits, states, 17, size, markov, 0.9) == expected
-    assert expected != np.argmax(logits, axis=1).tolist()
+    assert choose_block(logits, states, 17, size, markov, 0.9, tokens if is_cut else None) == expected
+    assert expected != tokens[np.argmax(logits, axis=1)].tolist()
     before = [17, *expected[:-1]]
-    unbounded = [int(np.argmax(row + second @ first[token])) for row, token in zip(logits, before, strict=True)]
+    unbounded = [int(tokens[np.argmax(row + second @ first[token])]) for row, token in zip(logits, before, strict=True)]
     assert unbounded != expected, "the bound of candidates was not tested"
 
 

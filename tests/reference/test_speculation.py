@@ -42,6 +42,8 @@ DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "dspark": ("dspark", {}),
     "dspark head 8": ("dspark", {"head_bits": 8, "min_confidence": 0.2}),
     "dspark layers 4": ("dspark", {"layer_bits": 4}),
+    "frequent dspark": ("frequent dspark", {}),
+    "frequent dspark head 4": ("frequent dspark", {"head_bits": 4, "draft_vocab": 12}),
     "model": ("model", {}),
     "itself": ("target", {}),
     "lookup": (None, {}),
@@ -57,7 +59,10 @@ DRAFTS: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 RANDOM = np.random.default_rng(11)
 PROMPTS = [tuple(RANDOM.integers(3, VOCAB, count).tolist()) for count in (1, 7, 17, 40, 70)]
-METHODS = {"eagle3": "eagle3", "dspark": "dspark", "model": "model", "target": "model", None: "lookup"}
+METHODS = {
+    "eagle3": "eagle3", "dspark": "dspark", "frequent dspark": "dspark", "model": "model", "target": "model",
+    None: "lookup",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from draft_checkpoint import (
     DRAFT,
+    DSPARK,
     EAGLE3,
     HIDDEN,
+    MARKOV_RANK,
     TARGET,
     VOCAB,
+    dspark_tensors,
     eagle2_tensors,
     eagle3_tensors,
     target_tensors,
@@ -181,11 +184,11 @@ def test_a_draft_within_the_models_folder(tmp_path):
         resolve("eagle4", target)
 
 
-def opened(tmp_path, tensors, config=DRAFT, method="eagle2", target=TARGET, engine=None, **wishes):
+def opened(tmp_path, tensors, config=DRAFT, method="eagle2", target=TARGET, engine=None, shape=SHAPE, **wishes):
     folder = ModelFolder.open(write_folder(tmp_path / "target", target, target_tensors()))
     write_folder(tmp_path / "draft", config, tensors)
     settings = EngineConfig(
-        draft=str(tmp_path / "draft"), speculation=SpeculationConfig(method, (SHAPE,), **wishes), **engine or {}
+        draft=str(tmp_path / "draft"), speculation=SpeculationConfig(method, (shape,), **wishes), **engine or {}
     )
     with open_draft(folder, settings, weight_specs(folder.config, settings)) as (_, draft):
         return draft
@@ -248,6 +251,12 @@ def test_where_the_head_comes_from(tmp_path):
     assert opened(tmp_path, eagle2_tensors(), head_bits=8, engine=eight).head is None
     assert opened(tmp_path, eagle2_tensors(), engine=eight).head is None
     assert opened(tmp_path, eagle2_tensors(), engine=eight, draft_vocab=path).head.quant.bits == 8
+    block = opened(tmp_path, dspark_tensors(), DSPARK, "dspark", shape=TreeShape.chain(3), draft_vocab=path)
+    second = next(spec for spec in block.specs if spec.name == "draft.markov_w2")
+    first = next(spec for spec in block.specs if spec.name == "draft.markov_w1")
+    assert block.vocab_size == 3 and block.head.shape == (3, HIDDEN) and block.head.sources[0].rows == (4, 9, 6)
+    assert second.shape == (3, MARKOV_RANK) and second.sources[0].rows == (4, 9, 6)
+    assert first.shape == (VOCAB, MARKOV_RANK) and first.sources[0].rows is None
     own = opened(tmp_path, eagle3_tensors(), EAGLE3, "eagle3", head_bits=8)
     assert own.head is None and own.specs[-1].name == "draft.lm_head" and own.specs[-1].quant.bits == 8
 

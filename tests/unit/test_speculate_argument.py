@@ -187,7 +187,7 @@ def test_wishes_that_cannot_be(draft, speculate, message):
 
 @pytest.mark.parametrize(("method", "wishes"), [
     ("eagle3", {"draft_vocab": 99}), ("model", {"draft_vocab": 99}), ("model", {"window": 9}), ("model", {"top_k": 2}),
-    ("dspark", {"window": 9}), ("dspark", {"draft_vocab": 9}), ("dspark", {"top_k": 2}),
+    ("dspark", {"window": 9}), ("dspark", {"top_k": 2}),
 ])  # fmt: skip
 def test_wishes_that_the_method_cannot_fulfil(method, wishes):
     with pytest.raises(ConfigError, match=method):

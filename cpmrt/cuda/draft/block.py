@@ -34,7 +34,7 @@ from cpmrt.tensor_spec import BufferSpec
 
 @dataclass(frozen=True)
 class BlockConstants:
-    """Tokens of the vocabulary, equal parts of them, columns of the Markov head."""
+    """Rows of the draft's head, equal parts of them, columns of the Markov head."""
 
     vocab: int
     parts: int
@@ -47,7 +47,7 @@ BLOCK_BEGIN = KernelSpec(
 MARKOV_CHAIN = KernelSpec(
     "markov_chain", "draft/block.cu", constants=BlockConstants, hot=True, reason="drafting: the tokens of a block"
 )
-_BEGIN_THREADS, _CHAIN_THREADS = 512, 1024
+_THREADS = 512
 
 
 def block_tables(draft: Draft, num_trees: int = 1) -> tuple[BufferSpec, ...]:
@@ -111,15 +111,19 @@ class BlockKernels:
         a = self._arrays
         rows = (a[f"draft_{name}"] for name in ("token_ids", "positions", "slots", "reach"))
         self._launch(
-            BLOCK_BEGIN, self._constants, num_trees, _BEGIN_THREADS, a["draft_tree"], *rows, a["part_slots"],
+            BLOCK_BEGIN, self._constants, num_trees, _THREADS, a["draft_tree"], *rows, a["part_slots"],
             np.int32(self._num_rows), np.int32(self._mask_token),
         )  # fmt: skip
 
-    def markov_chain(self, shape: TreeShape, logits: DeviceArray, states: DeviceArray, num_trees: int = 1) -> None:
+    def markov_chain(
+        self, shape: TreeShape, logits: DeviceArray, states: DeviceArray, token_map: DeviceArray | None = None,
+        num_trees: int = 1,
+    ) -> None:  # fmt: skip
         """Choose at most tree_size - 1 tokens of each sequence one after another, and set up the first tree_size of
         the num_nodes target's rows for them.
 
-        `logits` float32 [num_trees * rows, V] and `states` [num_trees * rows, hidden]: of the blocks.
+        `logits` float32 [num_trees * rows, V] and `states` [num_trees * rows, hidden]: of the blocks. `token_map` int32
+        [V]: the token of each row of the draft's head; None: the same number.
         """
         a, markov, weighs = self._arrays, self._markov, self._min_confidence > 0
         rows = tuple(a[name] for name in TARGET_ROWS)
@@ -129,9 +133,9 @@ class BlockKernels:
             logits, a["part_slots"], None, np.int32(k),
         )  # fmt: skip
         self._launch(
-            MARKOV_CHAIN, self._constants, num_trees, _CHAIN_THREADS, a["draft_tree"], *rows, logits, states,
+            MARKOV_CHAIN, self._constants, num_trees, _THREADS, a["draft_tree"], *rows, logits, states,
             a["part_ids"], a["draft_slots"], markov.first, markov.second,
-            markov.confidence if weighs else None, markov.bias if weighs else None,
+            token_map, markov.confidence if weighs else None, markov.bias if weighs else None,
             np.float32(self._min_confidence), np.int32(states.shape[1]),
             *map(np.int32, (self._num_rows, shape.tree_size, shape.num_nodes)),
         )  # fmt: skip

@@ -148,7 +148,7 @@ class DraftLaunches:
     def chain(self, shape: TreeShape) -> None:
         num_rows = self._draft.block_rows * self._num_trees
         logits, states = self._model.logits(num_rows), self._model.block_states(num_rows)
-        self._block_kernels.markov_chain(shape, logits, states, self._num_trees)
+        self._block_kernels.markov_chain(shape, logits, states, self._token_map, self._num_trees)
 
     def inner_steps(self, shape: TreeShape) -> None:
         assert self._inner is not None

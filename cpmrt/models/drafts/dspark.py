@@ -9,7 +9,7 @@ which every row sees all positions before the block and the whole block. Its tok
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -54,6 +54,18 @@ def tensor_specs(draft: DraftConfig) -> Iterator[TensorSpec]:
         yield names.weight("confidence_bias", "confidence_head.proj.bias", 1)
 
 
+def cut_markov(specs: tuple[TensorSpec, ...], token_map: tuple[int, ...] | None) -> tuple[TensorSpec, ...]:
+    """Return the weights with `second` of `MarkovWeights` cut to the tokens that the draft's head has (None: all)."""
+    if token_map is None:
+        return specs
+
+    def cut(spec: TensorSpec) -> TensorSpec:
+        (source,), shape = spec.sources, (len(token_map), spec.shape[1])
+        return replace(spec, shape=shape, sources=(replace(source, shape=shape, rows=token_map),))
+
+    return tuple(cut(spec) if spec.name == "markov_w2" else spec for spec in specs)
+
+
 def buffer_specs(draft: DraftConfig, max_rows: int, block_rows: int) -> Iterator[BufferSpec]:
     """Yield `context`, what keys and values of positions are made of, and `states`, the normalised outputs of a pass
     over blocks of at most `block_rows` rows."""
@@ -68,7 +80,8 @@ class MarkovWeights:
 
         logit(u) = base logit(u) + second[u] . first[t];    confidence = sigmoid([h | first[t]] . confidence + bias)
 
-    first and second [V, rank], confidence [1, hidden + rank] and bias [1], or None where there is no such head.
+    first [V, rank], second [rows of the draft's head, rank], confidence [1, hidden + rank] and bias [1], or None where
+    there is no such head.
     """
 
     first: Any
