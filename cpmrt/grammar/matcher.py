@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from cpmrt.engine.guide import Matcher
 from cpmrt.errors import FormError
-from cpmrt.grammar.compiled_form import CompiledForm, Origin
+from cpmrt.grammar.compiled_form import CompiledForm
+from cpmrt.grammar.cursor import Cursor, Place
 from cpmrt.grammar.mask_threads import MaskThreads
 
 if TYPE_CHECKING:
@@ -55,22 +56,24 @@ class AnswerMatcher:
         """Whether nothing but a thought, and white space that the grammar does not take, has come."""
         self._prepared: bytes | None = None
         """What the grammar allows here, if that was computed with the masks of other answers."""
+        self._place: Place | None = None
+        """Where the cursor is in this answer's state; None is the beginning."""
 
     @cached_property
-    def _origin(self) -> Origin:
-        """Where the grammar's matcher is from. An answer that still waits for its turn needs none."""
-        return self._form.origin()
+    def _cursor(self) -> Cursor:
+        """Follows the grammar, for this answer and its forks. An answer that still waits for its turn needs none."""
+        return Cursor(self._form.origin())
 
-    @cached_property
+    @property
     def _matcher(self) -> LLMatcher:
-        """The grammar's matcher, which no other answer uses."""
-        return self._origin.copy_for(self)
+        """The grammar's matcher, in this answer's state until another fork asks for it."""
+        return self._cursor.go_to(self._place or self._cursor.beginning)
 
     def prepare(self, others: Sequence[Matcher]) -> None:
         """Compute what the grammars of this answer and of others allow, at the same time."""
         asked = [each for each in (self, *others) if isinstance(each, AnswerMatcher) and not each._closing]
         if self._vocabulary.threads.pay(len(asked)):
-            asked.sort(key=lambda each: id(each._origin))
+            asked.sort(key=lambda each: id(each._cursor.origin))
             masks = self._vocabulary.threads.masks([each._matcher for each in asked])
             for each, bits in zip(asked, masks, strict=True):
                 each._prepared = bits
@@ -96,15 +99,13 @@ class AnswerMatcher:
         self._prepared = None
         for number, token in enumerate(token_ids):
             if not self._think(token):
-                if not self._matcher.consume_tokens(list(token_ids[number:])):
-                    self._check()
+                self._consume(token_ids[number:])
                 return
 
     def fork(self) -> AnswerMatcher:
         """Return a matcher in the same state, which goes its own way from there."""
-        other = copy(self)
-        other._matcher = self._matcher.deep_copy()
-        return other
+        _ = self._cursor  # which both share
+        return copy(self)
 
     @property
     def is_complete(self) -> bool:
@@ -127,9 +128,14 @@ class AnswerMatcher:
         if found:
             self._closing, self._in_gap = b"", True
             behind = self._vocabulary.tokens_of(rest.lstrip())  # of the token that ends the thought
-            if behind and not self._matcher.consume_tokens(behind):
-                self._check()
+            if behind:
+                self._consume(behind)
         return True
+
+    def _consume(self, token_ids: Sequence[int]) -> None:
+        """Have the grammar go on behind these tokens. Raises FormError for one that is not allowed."""
+        self._place = self._cursor.consume(self._place or self._cursor.beginning, token_ids)
+        self._check()
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -1,0 +1,69 @@
+"""Lets the forks of an answer's matcher share one matcher of llguidance, which goes to and fro between their places.
+
+To copy it would take longer with each token of the answer, and a drafted tree has a fork for each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cpmrt.grammar.compiled_form import Origin
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class Place:
+    """The state behind some tokens: those behind `before`, which is another place or None at the beginning."""
+
+    __slots__ = ("before", "depth", "token_ids")
+
+    def __init__(self, before: Place | None, token_ids: tuple[int, ...]):
+        self.before, self.token_ids = before, token_ids
+        self.depth: int = before.depth + 1 if before else 0
+        """The number of places before this one."""
+
+
+class Cursor:
+    """A matcher of a form that is at one place at a time."""
+
+    def __init__(self, origin: Origin):
+        self.origin = origin
+        self.beginning = Place(None, ())
+        self._matcher, self._at = origin.copy_for(self), self.beginning
+
+    def go_to(self, place: Place) -> LLMatcher:
+        """Return the matcher, as it is at that place until this is called for another one.
+
+        A matcher that has failed stays so. Then a copy takes the whole way: what fails at one place need not at others.
+        """
+        if place is not self._at:
+            num_undone, missing = self._way_to(place)
+            if self._matcher.is_error() or (num_undone and not self._matcher.rollback(num_undone)):
+                self._matcher, self._at = self.origin.copy_for(self), self.beginning
+                _, missing = self._way_to(place)
+            for each in missing:
+                self._matcher.consume_tokens(list(each.token_ids))
+            self._at = place
+        return self._matcher
+
+    def consume(self, place: Place, token_ids: Sequence[int]) -> Place:
+        """Return the place behind these tokens, where the matcher is now; if they are not allowed it has failed."""
+        behind = Place(place, tuple(token_ids))
+        self.go_to(place).consume_tokens(list(token_ids))
+        self._at = behind
+        return behind
+
+    def _way_to(self, place: Place) -> tuple[int, list[Place]]:
+        """Return how many tokens to go back, and the places to go through from there on."""
+        back, there, num_undone, missing = self._at, place, 0, list[Place]()
+        while back is not there:
+            if back.before is not None and back.depth >= there.depth:
+                num_undone += len(back.token_ids)
+                back = back.before
+            else:
+                assert there.before is not None, "a place of another cursor"
+                missing.append(there)
+                there = there.before
+        return num_undone, missing[::-1]
