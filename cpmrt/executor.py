@@ -65,19 +65,26 @@ class TreeMasks:
 
     A node whose path is not there is cut, as if it had not been drafted; the root never is. What is drafted is known
     when the draft has run: while somebody waits for the step, the executor asks (`of_nodes`), and `find` tells what is
-    left of all paths.
+    left of all paths. What `find` can do before, `prepare` does while the draft runs.
     `on_let_go`, set by an executor whose step is on its way, is called if nobody needs the step's tokens any more.
     """
 
-    __slots__ = ("bits", "on_let_go", "_find")
+    __slots__ = ("bits", "on_let_go", "_find", "_prepare")
 
     def __init__(
         self,
         bits: Mapping[Path, bytes | None] | None = None,
         find: Callable[[Sequence[Path]], Mapping[Path, bytes | None]] | None = None,
+        prepare: Callable[[], None] | None = None,
     ):
-        self.bits, self._find = bits, find
+        self.bits, self._find, self._prepare = bits, find, prepare
         self.on_let_go: Callable[[], None] | None = None
+
+    def prepare(self) -> None:
+        """Find what depends on no node, while none is known yet. Only the first call does anything."""
+        prepare, self._prepare = self._prepare, None
+        if prepare is not None and self.bits is None:
+            prepare()
 
     def of_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, bytes | None]:
         """Return by its number what each node that is left may sample.

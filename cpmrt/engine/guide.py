@@ -269,19 +269,20 @@ class GuidedTree:
 
     def __init__(self, root: Guide, room: int):
         self.guides: dict[Path, Guide] = {(): root}
-        self.masks = TreeMasks(find=self._find)
+        self.masks = TreeMasks(find=self._find, prepare=self._fill_root)
         self.room = room
 
     def leave_root(self) -> None:
         """Note that the root's guide goes on to another tree before what comes of this one is known."""
         self.guides[()] = copy(self.guides[()])
 
-    def _find(self, paths: Sequence[Path]) -> dict[Path, bytes | None]:
-        """Return what is left of paths, of which each comes behind the one that it goes on with.
-
-        The root's own mask, too, is found only now: nothing holds up the step's launch.
-        """
+    def _fill_root(self) -> None:
+        """Find the root's own mask, which nothing but the launch of the step comes before."""
         self.guides[()].fill()
+
+    def _find(self, paths: Sequence[Path]) -> dict[Path, bytes | None]:
+        """Return what is left of paths, of which each comes behind the one that it goes on with."""
+        self._fill_root()
         for path in paths:
             parent = self.guides.get(path[:-1])
             guide = parent.behind(path[-1], self.room - len(path)) if path and parent else None

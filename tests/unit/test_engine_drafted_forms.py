@@ -367,3 +367,27 @@ def test_masks_of_a_tree_are_plain_data():
     assert masks.of_nodes([9, 1], [-1, 0]) == {0: b"\x06", 1: b"\x08"} and len(asked) == 1
     masks.let_go()
     assert repr(masks) == "TreeMasks(2 nodes)" and repr(TreeMasks()) == "TreeMasks()"
+
+
+def test_the_mask_of_a_root_is_found_while_the_draft_runs():
+    """Whoever waits for a step has it prepared, as often as it likes, until the nodes are known."""
+    asked = []
+
+    class Asked(Repeating):
+        def allowed(self):
+            asked.append(self)
+            return super().allowed()
+
+    root = guide.Guide(Asked(7), 4)
+    masks = root.tree_masks(room=20)
+    assert not asked
+    masks.prepare()
+    masks.prepare()
+    assert len(asked) == 1
+    assert masks.of_nodes([9], [-1]) == {0: asked[0].allowed()}
+    assert len(asked) == 2, "once by the test"
+    masks.prepare()
+    assert len(asked) == 2
+    done = TreeMasks({(): None})
+    done.prepare()
+    assert done.bits == {(): None}

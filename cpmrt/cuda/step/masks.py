@@ -129,6 +129,7 @@ class MaskedTree:
             raise MaskError.late()
         nodes = self._ring.nodes(self._number, self._num_nodes)
         if nodes is None:
+            self._masks.prepare()
             return True
         self._write(self._masks.of_nodes(*nodes))
         return False
