@@ -60,8 +60,8 @@ class AsyncLLM:
         self, prompt: Prompt | Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Completion | list[Completion]:
         """Continue a prompt, or several together, as `LLM.generate` does."""
-        groups = await asyncio.to_thread(self._llm.maker.groups, prompt, params)
-        return await self._answers(groups, is_batch(prompt))
+        groups, are_several = await asyncio.to_thread(self._llm.maker.groups, prompt, params)
+        return await self._answers(groups, are_several)
 
     @checks_keywords(SAMPLING_HINTS)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncTextStream:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from cpmrt.config import EngineConfig
 from cpmrt.errors import NoDeviceError
-from cpmrt.executor import Executor
-from cpmrt.memory.plan import MemoryPlan
-from cpmrt.weights.model_folder import ModelFolder
+
+# `begin_device` runs before these are imported: that takes as long as the driver needs for what it begins.
+if TYPE_CHECKING:
+    from cpmrt.executor import Executor
+    from cpmrt.memory.plan import MemoryPlan
+    from cpmrt.weights.model_folder import ModelFolder
 
 T = TypeVar("T")
 

@@ -139,13 +139,14 @@ class JobMaker:
 
     def groups(
         self, prompt: Prompt | Prompts, params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[list[Generation]]:
-        """Return the choices of one prompt or of several; those may have one SamplingParams each.
+    ) -> tuple[list[list[Generation]], bool]:
+        """Return the choices of one prompt or of each of several, and whether there are several.
 
-        Raises RequestError or ContextLengthError, which names the prompt if there are several.
+        Several may have one SamplingParams each. Raises RequestError or ContextLengthError, which names the prompt if
+        there are several.
         """
         if not is_batch(prompt):
-            return [self.choices(cast(Prompt, prompt), cast(SamplingParams | None, params))]
+            return [self.choices(cast(Prompt, prompt), cast(SamplingParams | None, params))], False
         each = params if isinstance(params, (list, tuple)) else [params] * len(prompt)
         if len(each) != len(prompt):
             raise RequestError("params", expected=f"one for all or {len(prompt)}, as prompts", actual=len(each))
@@ -158,7 +159,7 @@ class JobMaker:
                 what = f"prompts[{number}]: {error.what}"
                 raise type(error)(what, expected=error.expected, actual=error.actual, fix=error.fix) from error
             groups.append(choices)
-        return groups
+        return groups, True
 
     def chat_groups(
         self,
@@ -182,12 +183,12 @@ class JobMaker:
             params = bind(params)
         elif params is None and tools:
             params = bind(SamplingParams())
-        groups = self.groups(cast(Prompts, prompts), params)
+        groups, are_several = self.groups(cast(Prompts, prompts), params)
         if tools:
             schemas, shown_ids = schemas_of(tools), marker_ids(self.tokenizer)
             for job in (job for group in groups for job in group):
                 job.schemas, job.shown_ids = schemas, shown_ids
-        return groups, is_batch(prompts)
+        return groups, are_several
 
     def chat_prompts(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any

@@ -6,32 +6,30 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
-from cpmrt.engine import Engine, Request
-from cpmrt.engine.engine import StepListener
 from cpmrt.errors import ConfigError, CpmrtError, quoted
-from cpmrt.executor import Executor
 from cpmrt.executor_choice import begin_device, on_executor
-from cpmrt.generation import Completion
-from cpmrt.job_maker import JobMaker, Message, Pooling, Prompt, Prompts, Tool, is_batch
 from cpmrt.keywords import checks_keywords
-from cpmrt.memory.plan import MemoryPlan
-from cpmrt.prefixes.prefixes import Prefixes
-from cpmrt.progress import progress_bar
-from cpmrt.sharing.jobs import Generation, Job, Reading, completion_of
-from cpmrt.sharing.shared_engine import SharedEngine
-from cpmrt.sharing.text_stream import TextStream
-from cpmrt.text import ChatTemplate, Tokenizer
-from cpmrt.weights.draft_folder import with_speculation
-from cpmrt.weights.model_folder import ModelFolder
 
-T = TypeVar("T")
+# A start has the driver create its context while it imports the rest, which takes as long (`LLM.__init__`).
+if TYPE_CHECKING:
+    from cpmrt.engine import Engine, Request
+    from cpmrt.engine.engine import StepListener
+    from cpmrt.executor import Executor
+    from cpmrt.generation import Completion
+    from cpmrt.job_maker import Message, Pooling, Prompt, Prompts, Tool
+    from cpmrt.memory.plan import MemoryPlan
+    from cpmrt.sharing.jobs import Generation, Job, Reading
+    from cpmrt.sharing.shared_engine import SharedEngine
+    from cpmrt.sharing.text_stream import TextStream
+    from cpmrt.text import Tokenizer
+
 SAMPLING_HINTS = {
     **{each.name: f"pass params=SamplingParams({each.name}=...)" for each in fields(SamplingParams)},
     "stream": "use llm.stream(prompt), or llm.stream(llm.chat_prompt(messages))",
@@ -113,9 +111,15 @@ class LLM:
             cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,
             prefix_dir=str(prefix_dir) if isinstance(prefix_dir, Path) else prefix_dir, lm_head_screen=lm_head_screen,
         )  # fmt: skip
+        begin_device(settings)
+        from cpmrt.engine import Engine
+        from cpmrt.prefixes.prefixes import Prefixes
+        from cpmrt.text import ChatTemplate, Tokenizer
+        from cpmrt.weights.draft_folder import with_speculation
+        from cpmrt.weights.model_folder import ModelFolder
+
         is_dummy = load_format == "dummy"
         folder = ModelFolder.open(model, revision=revision, weights=False, hf_overrides=hf_overrides, sparse=sparse)
-        begin_device(settings)
         # Random weights need no tokenizer; a real checkpoint has one.
         open_tokenizer = Tokenizer.open_if_there if is_dummy else Tokenizer.open
         self.tokenizer: Tokenizer | None = open_tokenizer(folder.path, vocab_size=folder.config.vocab_size)
@@ -136,6 +140,9 @@ class LLM:
 
     def use(self, engine: Engine) -> None:
         """Run everything on this engine from now on: tests bring one of their own."""
+        from cpmrt.job_maker import JobMaker
+        from cpmrt.sharing.shared_engine import SharedEngine
+
         self._shared = SharedEngine(engine, self.tokenizer)
         self.maker = JobMaker(
             engine, self.config, self.tokenizer, self.chat_template, self.sampling_defaults, self._seed,
@@ -166,11 +173,14 @@ class LLM:
             >>> [answer.text for answer in llm.generate(["one", "two"], progress=True)]
             >>> llm.generate("Once", SamplingParams(n=3, temperature=0.8)).choices[2].text
         """
-        return self._answers(self.maker.groups(prompt, params), is_batch(prompt), progress)
+        return self._answers(*self.maker.groups(prompt, params), progress)
 
     def _answers(
         self, groups: list[list[Generation]], are_several: bool, progress: bool
     ) -> Completion | list[Completion]:
+        from cpmrt.progress import progress_bar
+        from cpmrt.sharing.jobs import completion_of
+
         jobs = [job for group in groups for job in group]
         with progress_bar(len(jobs)) if progress else nullcontext(_ignore) as note:
             self._shared.run(jobs, note)
@@ -186,6 +196,8 @@ class LLM:
             >>> for piece in llm.stream("def read_lines(path):"):
             ...     print(piece.text, end="", flush=True)
         """
+        from cpmrt.sharing.text_stream import TextStream
+
         return TextStream(self._shared, self.maker.only_choice(prompt, params))
 
     @overload
@@ -302,7 +314,9 @@ class LLM:
             >>> vectors = llm.embed(["a cat", "a kitten", "a car"])
             >>> vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
         """
-        prompts = prompt if is_batch(prompt) else [cast(Prompt, prompt)]
+        from cpmrt.job_maker import is_batch
+
+        prompts = prompt if is_batch(prompt) else [cast("Prompt", prompt)]
         vectors = self._read([self.maker.embed(each, pooling, normalize) for each in prompts])
         return np.stack(vectors) if is_batch(prompt) else vectors[0]
 
