@@ -8,7 +8,6 @@ refused.
 from __future__ import annotations
 
 import json
-import pickletools
 import re
 import zipfile
 from collections.abc import Callable
@@ -133,6 +132,8 @@ class _Machine:
 
     def run(self, pickle: bytes) -> Any:
         """Return the pickled object. Raises _RefusedError for an instruction that is none of these."""
+        import pickletools  # it takes long, and few starts read such a list
+
         for opcode, argument, _ in pickletools.genops(pickle):
             if opcode.name == "STOP":
                 return self.stack.pop()
