@@ -2,7 +2,8 @@
 
 `<cache>/cubins/<key>.<compiler>.<content>.cubin`: `key` is the sha256 of the sources and options, `compiler` the NVRTC
 version, `content` the start of the sha256 of the file itself. So one rename publishes a cubin together with its
-checksum, whatever other processes do, and a truncated or altered file does not match its own name.
+checksum, whatever other processes do, and a truncated or altered file does not match its own name. Files of other kinds
+hold what was found out about a library's kernels, whose version stands in place of the compiler's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from pathlib import Path
 
 from cpmrt import env
 
+CUBIN = "cubin"
 _CONTENT_DIGITS = 32
 _COMPILER_UNKNOWN = "*"
 
 
-def find(key: str, compiler: str | None) -> Path | None:
-    """Return the intact cubin of `key`, by any compiler if `compiler` is None; damaged ones are removed."""
-    wanted = f"{key}.{compiler or _COMPILER_UNKNOWN}.*.cubin"
+def find(key: str, compiler: str | None, kind: str = CUBIN) -> Path | None:
+    """Return the intact file of `key`, by any compiler if `compiler` is None; damaged ones are removed."""
+    wanted = f"{key}.{compiler or _COMPILER_UNKNOWN}.*.{kind}"
     for name in sorted(filter(partial(fnmatchcase, pat=wanted), _names(folder()).get(key, ())), reverse=True):
         path = folder() / name
         if _is_intact(path):
@@ -51,14 +53,14 @@ def _names(target: Path) -> dict[str, list[str]]:
 _listed: dict[Path, tuple[int, dict[str, list[str]]]] = {}
 
 
-def store(key: str, compiler: str, cubin: bytes) -> Path:
-    """Publish a cubin atomically. Where the cache cannot be written, it goes to a folder that dies with the process."""
-    name = f"{key}.{compiler}.{_digest(cubin)}.cubin"
+def store(key: str, compiler: str, content: bytes, kind: str = CUBIN) -> Path:
+    """Publish a file atomically. Where the cache cannot be written, it goes to a folder that dies with the process."""
+    name = f"{key}.{compiler}.{_digest(content)}.{kind}"
     target = folder()
     try:
-        return _write(target, name, cubin)
+        return _write(target, name, content)
     except OSError as error:
-        return _write(_temporary_folder(target, error), name, cubin)
+        return _write(_temporary_folder(target, error), name, content)
 
 
 def folder() -> Path:
@@ -85,12 +87,12 @@ def _temporary_folder(configured: Path, error: OSError) -> Path:
         return Path(_stand_ins[configured].name)
 
 
-def _write(target: Path, name: str, cubin: bytes) -> Path:
+def _write(target: Path, name: str, content: bytes) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     descriptor, unfinished = tempfile.mkstemp(prefix=".unfinished-", dir=target)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(cubin)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, target / name)
@@ -108,8 +110,8 @@ def _is_intact(path: Path) -> bool:
         return False
 
 
-def _digest(cubin: bytes) -> str:
-    return hashlib.sha256(cubin).hexdigest()[:_CONTENT_DIGITS]
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_CONTENT_DIGITS]
 
 
 def _remove(path: Path) -> None:

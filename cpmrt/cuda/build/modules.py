@@ -103,6 +103,17 @@ class Modules:
             self._kernels[key] = self._load(spec, macros)
         return self._kernels[key]
 
+    def cubin(self, spec: KernelSpec, constants: Constants) -> Path:
+        """Return the file of the kernel's module, whose name tells everything that the kernel's bits follow from.
+
+        Raises as compile_module does.
+        """
+        return self._cubin(spec.file, macros_of(constants))
+
+    def _cubin(self, file: str, macros: Mapping[str, int]) -> Path:
+        found = self._cubins.get((file, frozenset(macros.items())))
+        return found or compile_module(file, self.arch, self.dtype, macros)
+
     def _load(self, spec: KernelSpec, macros: Mapping[str, int]) -> Kernel:
         module, full_name = self._module(spec.file, macros), f"{spec.name}_{suffix(self.dtype)}"
         try:
@@ -119,8 +130,7 @@ class Modules:
 
         key = file, frozenset(macros.items())
         if key not in self._loaded:
-            cubin = self._cubins.get(key) or compile_module(file, self.arch, self.dtype, macros)
-            self._loaded[key] = cupy.RawModule(path=str(cubin))
+            self._loaded[key] = cupy.RawModule(path=str(self._cubin(file, macros)))
         return self._loaded[key]
 
 

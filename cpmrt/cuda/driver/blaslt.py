@@ -102,6 +102,7 @@ class CublasLt:
         self._handle = c_void_p()
         _declare(self._library)
         self._check("Create", ctypes.byref(self._handle))
+        self.version: int = self._library.cublasLtGetVersion()
 
     def plan(
         self,
@@ -240,5 +241,6 @@ def _declare(library: ctypes.CDLL) -> None:
     }
     for name, types in signatures.items():
         getattr(library, f"cublasLt{name}").argtypes = types
+    library.cublasLtGetVersion.argtypes, library.cublasLtGetVersion.restype = [], c_size_t
     library.cublasLtGetStatusString.argtypes = [c_int]
     library.cublasLtGetStatusString.restype = ctypes.c_char_p

@@ -1,16 +1,19 @@
 """Which of cuBLASLt's algorithms give the bits of the own kernel: each is tried once, on random operands.
 
 Algorithms differ in how they group the terms of a sum, and in how they add to what is there. Both show in the last bits
-of some of a few thousand random sums, whatever the shape that an algorithm was suggested for.
+of some of a few thousand random sums, whatever the shape that an algorithm was suggested for. To try one loads its
+kernel, which takes some ms, also where it is refused: so verdicts are kept beside the cubins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cpmrt.cuda.build import cubin_cache
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.blaslt import Algorithm, CublasLt, CublasLtError
 from cpmrt.dtypes import Array, DType, from_float32
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 ROWS, COLUMNS, INNER = 64, 128, 2048
 _FACTORS = ((1.0, 0.0), (0.3, 1.0))
 """alpha and beta of the trials: a product alone, and one that is added."""
+_KIND = "verdict"
+_KEPT = {False: b"differs", True: b"agrees"}
 
 Product = Callable[[DeviceArray, DeviceArray, DeviceArray, float, float], None]
 """Launches y = alpha x w^T + beta y, given y, x, w, alpha and beta."""
@@ -29,11 +34,14 @@ Product = Callable[[DeviceArray, DeviceArray, DeviceArray, float, float], None]
 class GemmTrial:
     """Compares the library's algorithms with `own`, in the last part of `workspace`, bytes on the device.
 
-    The library may use the first `free_bytes` of the workspace.
+    The library may use the first `free_bytes` of the workspace. `basis` says on what, besides the library's version and
+    the algorithm, a verdict rests: the own kernel's cubin, the device and its driver.
     """
 
-    def __init__(self, workspace: DeviceArray, dtype: DType, stream: Stream, own: Product):
-        self._workspace, self._dtype, self._stream, self._own = workspace, dtype, stream, own
+    def __init__(
+        self, workspace: DeviceArray, dtype: DType, stream: Stream, own: Product, basis: Callable[[], Iterable[object]]
+    ):
+        self._workspace, self._dtype, self._stream, self._own, self._basis = workspace, dtype, stream, own, basis
         self.free_bytes = workspace.nbytes - 2 * (ROWS * INNER + COLUMNS * INNER + ROWS * COLUMNS)
         self._verdicts: dict[bytes, bool] = {}
         self._operands: tuple[DeviceArray, DeviceArray, DeviceArray] | None = None
@@ -42,25 +50,36 @@ class GemmTrial:
 
     def agrees(self, library: CublasLt, algorithm: Algorithm) -> bool:
         """Tell whether an algorithm gives the own kernel's bits. Waits for the stream, so not during a capture."""
-        key = bytes(algorithm.words)
-        if key not in self._verdicts:
-            if self._operands is None:
-                self._operands = self._placed()
-                self._expected = self._products(self._own)
-            self._verdicts[key] = self._is_equal(library, algorithm)
-        return self._verdicts[key]
+        words = bytes(algorithm.words)
+        if words not in self._verdicts:
+            self._verdicts[words] = self._known(library, algorithm)
+        return self._verdicts[words]
+
+    def _known(self, library: CublasLt, algorithm: Algorithm) -> bool:
+        """Return the verdict of an earlier start, or try and keep it."""
+        trial = bytes(algorithm.words).hex(), ROWS, COLUMNS, INNER, _FACTORS, self._dtype.label, *self._basis()
+        key = hashlib.sha256("\0".join(map(str, trial)).encode()).hexdigest()
+        version = f"cublaslt-{library.version}"
+        kept = cubin_cache.find(key, version, _KIND)
+        if kept is not None:
+            return kept.read_bytes() == _KEPT[True]
+        try:
+            verdict = self._is_equal(library, algorithm)
+        except CublasLtError:  # it does not take this shape, which costs nothing to hear again
+            return False
+        cubin_cache.store(key, version, _KEPT[verdict], _KIND)
+        return verdict
 
     def _is_equal(self, library: CublasLt, algorithm: Algorithm) -> bool:
+        if self._operands is None:
+            self._operands = self._placed()
+            self._expected = self._products(self._own)
         plan = library.plan(ROWS, COLUMNS, INNER, self._dtype).using(algorithm)
 
         def product(y: DeviceArray, x: DeviceArray, w: DeviceArray, alpha: float, beta: float) -> None:
             library.matmul(plan, y.data.ptr, x.data.ptr, w.data.ptr, self._stream.ptr, alpha=alpha, beta=beta)
 
-        try:
-            found = self._products(product)
-        except CublasLtError:  # it does not take this shape
-            return False
-        return all(map(np.array_equal, found, self._expected))
+        return all(map(np.array_equal, self._products(product), self._expected))
 
     def _products(self, product: Product) -> list[Array]:
         """Return the words of y after each trial."""
