@@ -16,6 +16,9 @@ from executors.cuda_models import BASE, ROWS, all_comes_back, free_bytes, write_
 
 from cpmrt import LLM, SamplingParams, env
 from cpmrt.cuda.build import cubin_cache, nvrtc
+from cpmrt.cuda.driver.blaslt import Algorithm, CublasLt, MatmulPlan
+from cpmrt.cuda.ops import gemm_trial
+from cpmrt.cuda.ops.gemm_trial import GemmTrial
 from cpmrt.errors import (
     ClosedError,
     ContextLengthError,
@@ -74,6 +77,39 @@ def test_a_full_context_is_refused_before_any_work(folder: Path, monkeypatch: py
         with pytest.raises(ContextLengthError, match="at most 70, got 71"):
             llm.logits([5] * 71)
         assert llm.generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)).token_ids == whole.token_ids
+
+
+def test_the_next_start_tries_no_algorithm_of_the_library(
+    folder: Path, expected: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first start has found out is the same for the second, which takes the same ones: the same bits."""
+    shutil.copytree(env.cache_dir() / "cubins", tmp_path / "cubins", ignore=shutil.ignore_patterns("*.verdict"))
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
+    tried, try_one, taken, take = list[bytes](), GemmTrial._is_equal, list[tuple[Any, bytes]](), CublasLt._choose
+
+    def is_equal(trial: GemmTrial, library: CublasLt, algorithm: Algorithm) -> bool:
+        tried.append(bytes(algorithm.words))
+        return try_one(trial, library, algorithm)
+
+    def choose(library: CublasLt, plan: MatmulPlan, takes: Callable[[Algorithm], bool]) -> Algorithm:
+        algorithm = take(library, plan, takes)
+        taken.append(((plan.num_rows, plan.columns, plan.inner), bytes(algorithm.words)))
+        return algorithm
+
+    monkeypatch.setattr(GemmTrial, "_is_equal", is_equal)
+    monkeypatch.setattr(CublasLt, "_choose", choose)
+    assert answer(folder, prefill_chunk=512) == expected
+    kept = sorted(path.name for path in (tmp_path / "cubins").glob("*.verdict"))
+    if not kept:
+        pytest.skip("cuBLASLt is not used here")
+    of_trial = gemm_trial.ROWS, gemm_trial.COLUMNS, gemm_trial.INNER
+    chosen = [one for one in taken if one[0] != of_trial]
+    assert chosen and len(set(tried)) == len(tried) >= len(kept)
+    tried.clear()
+    taken.clear()
+    assert answer(folder, prefill_chunk=512) == expected
+    assert tried == [] and taken == chosen
+    assert sorted(path.name for path in (tmp_path / "cubins").glob("*.verdict")) == kept
 
 
 LARGE = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 1 << 24}
@@ -173,9 +209,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: tuple[i
     taken: list[Path] = []
     find = cubin_cache.find
 
-    def finding(key: str, compiler: str | None) -> Path | None:
-        path = find(key, compiler)
-        if path:
+    def finding(key: str, compiler: str | None, kind: str = cubin_cache.CUBIN) -> Path | None:
+        path = find(key, compiler, kind)
+        if path and kind == cubin_cache.CUBIN:
             taken.append(path)
         return path
 
