@@ -84,7 +84,10 @@ if not TYPE_CHECKING:  # a type checker shall know the names above and no others
         """Load the public names on first use, so that `import cpmrt` costs nothing."""
         if name not in __all__:
             raise AttributeError(f"module 'cpmrt' has no attribute {name!r}")
-        return getattr(import_module(f"cpmrt.{_MODULES.get(name, 'errors')}"), name)
+        from cpmrt.collector import no_collections
+
+        with no_collections():
+            return getattr(import_module(f"cpmrt.{_MODULES.get(name, 'errors')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
 import numpy as np
 
+from cpmrt.collector import no_collections
 from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
@@ -77,6 +78,7 @@ class LLM:
     """
 
     @checks_keywords(SAMPLING_HINTS)
+    @no_collections()
     def __init__(
         self,
         model: str | Path | None = None,
