@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -57,14 +58,15 @@ def compile_module(file: str, arch: str, dtype: DType, constants: Constants) -> 
     `arch` is such as "sm_90". Where NVRTC is not installed, a cubin that any version of it made is good enough. Raises
     KernelCompileError.
     """
-    build = _Build.of(file, arch, dtype, constants)
+    build = _Build.of(read_source(file), arch, dtype, constants)
     return build.cached() or build.compile()
 
 
 def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Constants]]) -> list[Path]:
     """Return the cubins of several (file, constants), compiled side by side. Raises as compile_module does."""
     # One thread finds what is there faster than many, which wait for Python's lock.
-    builds = [_Build.of(file, arch, dtype, constants) for file, constants in modules]
+    read = cache(read_source)
+    builds = [_Build.of(read(file), arch, dtype, constants) for file, constants in modules]
     cached = [build.cached() for build in builds]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         made = [path or pool.submit(build.compile) for path, build in zip(cached, builds, strict=True)]
@@ -142,8 +144,8 @@ class _Build(NamedTuple):
     key: str
 
     @classmethod
-    def of(cls, file: str, arch: str, dtype: DType, constants: Constants) -> _Build:
-        source, chosen = read_source(file), tuple(options(arch, dtype, constants))
+    def of(cls, source: KernelSource, arch: str, dtype: DType, constants: Constants) -> _Build:
+        chosen = options(arch, dtype, constants)
         return cls(source, chosen, hashlib.sha256("\0".join((source.digest, *chosen)).encode()).hexdigest())
 
     def cached(self) -> Path | None:
