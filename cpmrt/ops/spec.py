@@ -13,7 +13,9 @@ another order of summation and, below float32, results on either side of a round
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from cpmrt.dtypes import DType
@@ -158,24 +160,29 @@ OPS = {
 }
 
 
-def check_shapes(op: str, **operands: Any) -> dict[str, int]:
+def check_shapes(op: str, **operands: Any) -> Mapping[str, int]:
     """Match each operand's shape with the op's letters; None operands (an absent bias) are passed over.
 
     Returns letter -> size. Raises ValueError naming the op, the operand, the expected and the actual shape: a wrong
     shape here is a bug of the caller, never of the user.
     """
+    shapes = [(name, tuple(operand.shape)) for name, operand in operands.items() if operand is not None]
+    return _sizes(op, tuple(shapes))
+
+
+# The layers of a model call an op with the same few shapes.
+@lru_cache(maxsize=1024)
+def _sizes(op: str, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Mapping[str, int]:
     spec, sizes = OPS[op].operands, dict[str, int]()
-    for name, operand in operands.items():
-        if operand is None:
-            continue
+    for name, shape in shapes:
         letters = spec[name].split()
         expected = [sizes.get(letter, letter) for letter in letters]
-        if len(operand.shape) != len(letters):
-            raise ValueError(f"{op}: {name} has shape {operand.shape}, expected {expected}")
-        for letter, size in zip(letters, operand.shape, strict=True):
+        if len(shape) != len(letters):
+            raise ValueError(f"{op}: {name} has shape {shape}, expected {expected}")
+        for letter, size in zip(letters, shape, strict=True):
             known = int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
             if known != size:
-                raise ValueError(f"{op}: {name} has shape {operand.shape}, expected {expected}")
+                raise ValueError(f"{op}: {name} has shape {shape}, expected {expected}")
     return sizes
 
 
