@@ -13,26 +13,29 @@ import os
 import tempfile
 import threading
 import warnings
-from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 
 from cpmrt import env
 
 CUBIN = "cubin"
 _CONTENT_DIGITS = 32
-_COMPILER_UNKNOWN = "*"
 
 
 def find(key: str, compiler: str | None, kind: str = CUBIN) -> Path | None:
     """Return the intact file of `key`, by any compiler if `compiler` is None; damaged ones are removed."""
-    wanted = f"{key}.{compiler or _COMPILER_UNKNOWN}.*.{kind}"
-    for name in sorted(filter(partial(fnmatchcase, pat=wanted), _names(folder()).get(key, ())), reverse=True):
-        path = folder() / name
-        if _is_intact(path):
-            return path
-        _remove(path)
+    target = folder()
+    for name in sorted(_names(target).get(key, ()), reverse=True):
+        if _is_wanted(name.removeprefix(f"{key}."), compiler, kind):
+            if _is_intact(target / name):
+                return target / name
+            _remove(target / name)
     return None
+
+
+def _is_wanted(rest: str, compiler: str | None, kind: str) -> bool:
+    """Tell whether this is what follows the key in the name of a file of that kind by that compiler."""
+    made_by, *others = rest.rsplit(".", 2)
+    return len(others) == 2 and others[1] == kind and compiler in (None, made_by)
 
 
 def _names(target: Path) -> dict[str, list[str]]:
