@@ -161,6 +161,7 @@ class TracingLauncher(Launcher):
         self, spec: KernelSpec, constants: Constants, grid: Any, block: Any, *args: Any, smem: int = 0,
         prefers_shared: bool = False,
     ) -> None:  # fmt: skip
+        self.release()
         blocks, threads = ([int(size) for size in three(sizes)] for sizes in (grid, block))
         chosen = sorted((key, int(value)) for key, value in macros_of(constants).items())
         launch = [spec.name, chosen, blocks, threads, int(smem), bool(prefers_shared)]
@@ -216,6 +217,7 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     for name, launch in launches.items():
         launcher.begin(name.replace("_", " ") if isinstance(name, str) else " ".join(map(str, name)))
         launch()
+        launcher.release()
     return launcher.graphs
 
 

@@ -63,7 +63,7 @@ LoadWeights = Callable[[Destination], None]
 _RUN_AHEAD = 4
 _ZEROED = (
     "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
-    "screen_counters",
+    "packed_counter", "screen_counters",
 )  # fmt: skip
 
 

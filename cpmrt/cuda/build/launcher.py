@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ class Launcher:
         self.stream, self.modules, self._use_pdl = stream, modules, use_pdl
         self._recorded: list[Module] | None = None
         self._resident: set[tuple[Kernel, Dimensions, Dimensions, int]] = set()
+        self._held: Callable[[], None] | None = None
 
     def __call__(
         self,
@@ -47,6 +48,7 @@ class Launcher:
         Where blocks wait for each other, the first launch of a shape looks whether all find room. Raises as `launch`
         and `Modules.kernel` do, and DeviceError if they do not.
         """
+        self.release()
         if self._recorded is not None:
             self._recorded.append((spec.file, macros_of(constants)))
             return
@@ -58,6 +60,18 @@ class Launcher:
                 check_all_resident(kernel, prod(three(grid)), prod(three(block)), smem)
             self._resident.add(shape)
         launch(self.stream, kernel, grid, block, smem, args, pdl=self._use_pdl, prefers_shared=prefers_shared)
+
+    def hold(self, release: Callable[[], None]) -> None:
+        """Have `release` called before anything else is launched: it launches what its caller holds back."""
+        if self._held != release:
+            self.release()
+        self._held = release
+
+    def release(self) -> None:
+        """Have what is held back launched, if there is anything."""
+        if self._held is not None:
+            release, self._held = self._held, None
+            release()
 
     @property
     def is_recording(self) -> bool:
@@ -71,6 +85,7 @@ class Launcher:
         modules: list[Module] = []
         try:
             yield modules
+            self.release()
             modules.extend({(file, frozenset(sizes.items())): (file, sizes) for file, sizes in self._recorded}.values())
         finally:
             self._recorded = None

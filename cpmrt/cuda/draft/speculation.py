@@ -238,7 +238,7 @@ def _clear(arrays: Mapping[str, Any]) -> None:
             arrays[spec.name].fill(0)
     fill(arrays["draft_slots"], -1)
     # A window may leave out some keys of a page only, with weight 0: they must be numbers.
-    scratch = (f"{SCRATCH}{name}_arrivals" for name in ("attention", "packed"))
+    scratch = (f"{SCRATCH}{name}" for name in ("attention_arrivals", "packed_arrivals", "packed_counter"))
     for name in ("draft.k_pages", "draft.v_pages", *scratch):
         if name in arrays:
             arrays[name].fill(0)

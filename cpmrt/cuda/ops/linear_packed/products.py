@@ -19,13 +19,14 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import StepProduct, float_bits
 from cpmrt.cuda.ops.linear_packed.constants import LINEAR_PACKED, PREPARE, PREPARE_THREADS, PrepareConstants
+from cpmrt.cuda.ops.linear_packed.layer_products import LayerProducts, joins_products
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight, RepackConstants, Weight, packed_layout
 from cpmrt.cuda.ops.linear_packed.long_chunk import LongChunkConstants, plan_long_chunk, takes_long_chunk
 from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, PackedPlan, plan_packed
 from cpmrt.cuda.ops.linear_packed.short_chunk import ChunkPlan, plan_short_chunk, takes_short_chunk
 from cpmrt.memory.packed_regions import PackedRegion
 from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD, QKV
-from cpmrt.ops import Handoff
+from cpmrt.ops import NOTHING, Handoff
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 UNPACKED_BYTES = 64 << 20
@@ -76,6 +77,7 @@ class PackedScratch:
     `rows` are prepared for one product, `fed` by one product for the next; blocks exchange `partials` and count them in
     `arrivals`, which is zero between launches. A chunk's products unpack a part of the weight to `unpacked`, and put
     the columns of their rows into the weight's order in `permuted`, or `permuted_inner` [T, intermediate_size].
+    Blocks of the products of a whole layer count in `counter` how far they are.
     """
 
     rows: DeviceArray | None = None
@@ -85,6 +87,7 @@ class PackedScratch:
     unpacked: DeviceArray | None = None
     permuted: DeviceArray | None = None
     permuted_inner: DeviceArray | None = None
+    counter: DeviceArray | None = None
 
     @classmethod
     def of(cls, arrays: Mapping[str, DeviceArray]) -> PackedScratch:
@@ -92,10 +95,13 @@ class PackedScratch:
         return cls(**{field.name: arrays.get(f"packed_{field.name}") for field in fields(cls)})
 
 
-def packed_tables(specs: Iterable[TensorSpec], device: Device) -> tuple[BufferSpec, ...]:
-    """Return what lives as long as the executor: the arrival counters, which every product leaves at zero."""
+def packed_tables(specs: Sequence[TensorSpec], device: Device) -> tuple[BufferSpec, ...]:
+    """Return what lives as long as the executor, zero at first: the arrival counters, which every product leaves at
+    zero, and the one that the products of a layer add to."""
     counts = [plan.num_arrivals for plan in _plans(specs, device)]
-    return (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, np.int32),) if any(counts) else ()
+    arrivals = (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, np.int32),) if any(counts) else ()
+    counter = (BufferSpec("packed_counter", (1,), EMBED, HEAD, np.uint64),) if joins_products(specs, device) else ()
+    return *arrivals, *counter
 
 
 def packed_workspace(
@@ -171,12 +177,24 @@ class PackedProducts:
     ):  # fmt: skip
         self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
         self._scratch = PackedScratch.of(arrays)
+        self._layer = LayerProducts(launcher, device, self._scratch.counter, self._launch_one)
 
     def step(
         self, product: StepProduct, weight: PackedWeight, after: Handoff, ahead: Weight | None = None
     ) -> Handoff:
         """Launch a product of 1 to 64 rows, fused as with a weight in 16 bits. `after`: what its rows' op has left.
-        `ahead`: the weight of the product behind this one, which begins to come to the L2."""
+        `ahead`: the weight of the product behind this one, which begins to come to the L2.
+
+        Those of one row may wait for the next ones, to be launched together with them.
+        """
+        prefers_shared = _plan(weight.layout, len(product.x), self._device).prefers_shared or self._prefers_shared
+        if self._layer.takes(product, weight, prefers_shared=prefers_shared):
+            return Handoff(None, prefers_shared)
+        return self._launch_one(product, weight, after, ahead)
+
+    def _launch_one(
+        self, product: StepProduct, weight: PackedWeight, after: Handoff = NOTHING, ahead: Weight | None = None
+    ) -> Handoff:
         scratch, (plan, x) = self._scratch, self._planned(product, weight, after.prepared)
         left = Prepared(scratch.fed, plan.fed) if plan.fed else None
         prefers_shared = plan.prefers_shared or self._prefers_shared

@@ -1,0 +1,178 @@
+// The weights of all products of layer_products.cu in one stream: a ring in shared memory for each warp, and the warp's share of a product.
+#pragma once
+#include "packed_activations.cuh"
+#include "packed_multiply.cuh"
+
+constexpr int kHidden = IN_FEATURES, kProducts = NEXT ? 4 : 3;
+constexpr int kMostChunk = 2;      // slices of a chunk
+constexpr int kMostStage = 4;      // slices of a run of x that are in shared memory at a time, but for rows that are normalised
+
+// A weight with ROWS_ rows of COLUMNS elements in RUNS_ runs. Tiles are dealt out to the blocks in turn, or to the warps of all blocks.
+template <int ROWS_, int COLUMNS, int RUNS_>
+struct Matrix {
+  static constexpr bool kIsWhole = RUNS_ == 1;                                    // a warp has whole rows
+  static constexpr int kTiles = ROWS_ / 16, kColumns = COLUMNS, kNumSlices = COLUMNS / 128;
+  static constexpr int kOwnSlices = (kNumSlices + RUNS_ - 1) / RUNS_;             // of a run
+  static constexpr int kFilled = (kNumSlices + kOwnSlices - 1) / kOwnSlices;      // runs that have any
+  static constexpr int kOwnBytes = packed_run_bytes(kOwnSlices);
+  static constexpr int kBytes = (kFilled - 1) * kOwnBytes + packed_run_bytes(kNumSlices - (kFilled - 1) * kOwnSlices);   // of a tile
+  static constexpr int kStep = kIsWhole ? GRID * kWarps : GRID, kRounds = (kTiles + kStep - 1) / kStep;
+  static constexpr int kChunk = kOwnSlices < kMostChunk ? kOwnSlices : kMostChunk;
+  static constexpr int kStage = kOwnSlices < kMostStage ? kOwnSlices : kMostStage;
+  static_assert(ROWS_ % 16 == 0 && COLUMNS % 128 == 0, "whole tiles and slices");
+  static_assert(static_cast<int64_t>(kStep) * kRounds * kBytes < 1LL << 31, "places are integers");
+  static_assert(kIsWhole || kRounds * 8 <= kThreads, "a thread finishes one pair of outputs");
+
+  // The warp's, or the block's, tile of a round, if there are so many.
+  DEVICE static int tile(int warp, int round) { return round * kStep + (kIsWhole ? warp * GRID : 0) + static_cast<int>(blockIdx.x); }
+  DEVICE static int rounds(int warp) { return tile(warp, kRounds - 1) < kTiles ? kRounds : kRounds - 1; }
+  DEVICE static int run(int warp) { return kIsWhole ? 0 : warp; }
+  DEVICE static int slices(int warp) { return max(0, min(kOwnSlices, kNumSlices - run(warp) * kOwnSlices)); }
+};
+using Output = Matrix<kHidden, ATTENTION, RUNS>;
+using GateUp = Matrix<2 * INNER, kHidden, GATE_UP_RUNS>;
+using Down = Matrix<kHidden, INNER, RUNS>;
+using Qkv = Matrix<QKV_ROWS, kHidden, RUNS>;
+
+DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
+
+// Shared memory.
+constexpr int kSlotBytes = kMostChunk * kUnitBytes;
+constexpr int kSquares = 0, kPlace = kSquares + kRowWarps * 4, kSums = 64;
+constexpr int kMostRounds = most(most(Output::kRounds, Down::kRounds), most(GateUp::kIsWhole ? 1 : GateUp::kRounds, Qkv::kRounds));
+constexpr int kRow = kSums + kMostRounds * kWarps * 64;
+constexpr int kRowSlices = most(kHidden / 128, kWarps * most(Output::kStage, Down::kStage));
+constexpr int kRings = kRow + kRowSlices * kXSliceBytes;
+static_assert(kRings + kWarps * SLOTS * kSlotBytes <= kSharedBytes, "SMEM_BYTES is too small");
+static_assert(SLOTS >= 2, "two tiles go side by side");
+
+// The warp's chunks of all products: of each, chunk by chunk of its run, for each the tiles of all its rounds.
+struct Chain {
+  const Lane& at;
+  const void *o, *gate_up, *down, *qkv;
+  uint32_t ring;
+  int slot = 0;                         // the next chunk to read, and where the next copy goes
+  int product = 0, round = 0, slice = 0;   // the next chunk to copy
+  const unsigned char* from;            // the warp's run of its first tile of the product
+  int rounds, slices, chunk, step;      // of the product; bytes from one of the warp's tiles to the next
+
+  DEVICE Chain(const Lane& lane, const void* o_weight, const void* gate_up_weight, const void* down_weight, const void* qkv_weight)
+      : at(lane), o(o_weight), gate_up(gate_up_weight), down(down_weight), qkv(qkv_weight), ring(lane.shared + kRings + lane.warp * SLOTS * kSlotBytes) {
+    enter<Output>(o);
+    if (rounds == 0 || slices == 0) next_product();
+#pragma unroll 1
+    for (int i = 0; i < SLOTS; i++) copy_next();
+  }
+  template <class M>
+  DEVICE void enter(const void* weight) {
+    from = static_cast<const unsigned char*>(weight) + M::run(at.warp) * M::kOwnBytes + static_cast<int64_t>(M::tile(at.warp, 0)) * M::kBytes;
+    rounds = M::rounds(at.warp), slices = M::slices(at.warp), chunk = M::kChunk, step = M::kStep * M::kBytes;
+  }
+  // Goes on to the next product of which the warp has anything.
+  DEVICE void next_product() {
+    do {
+      product++;
+      if (product == 1) enter<GateUp>(gate_up);
+      else if (product == 2) enter<Down>(down);
+      else if (NEXT && product == 3) enter<Qkv>(qkv);
+    } while (product < kProducts && (rounds == 0 || slices == 0));
+  }
+  // Starts the copy of the next chunk into the slot that was read last.
+  DEVICE void copy_next() {
+    if (product < kProducts) {
+      const int left = slices - slice, bytes = (left < chunk ? left : chunk) * kUnitBytes;
+      const unsigned char* const source = from + round * step + slice * kUnitBytes;
+      const uint32_t to = ring + slot * kSlotBytes;
+#pragma unroll
+      for (int first = 0; first < kSlotBytes; first += 512) {
+        const int place = first + at.lane * 16;
+        cp_async16_lines(to + place, source + place, place < bytes);
+      }
+      if (++round == rounds) {
+        round = 0, slice += chunk;
+        if (slice >= slices) slice = 0, next_product();
+      }
+    }
+    cp_async_commit();
+    slot = next(slot);
+  }
+  DEVICE static int next(int slot) { return slot + 1 == SLOTS ? 0 : slot + 1; }
+  // The next COUNT chunks in shared memory, once they are there.
+  template <int COUNT>
+  DEVICE void wait(uint32_t (&units)[COUNT]) const {
+    cp_async_wait<SLOTS - COUNT>();
+    __syncwarp();
+    int read = slot;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) units[i] = ring + read * kSlotBytes, read = next(read);
+  }
+  // The warp has read them.
+  template <int COUNT>
+  DEVICE void release() {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) copy_next();
+  }
+};
+
+// out[i] += S slices of the tile whose unit is units[i]; x of slice s is column s of operand B, as in multiply_row.
+template <int S, int TILES>
+DEVICE void multiply_side_by_side(Sums* out, const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
+  static_assert(S <= 2, "each lane has the sums of both slices");
+  const uint32_t x_lane = x + at.token % S * kXSliceBytes + at.quarter * 16;
+  float acc[TILES][S][4] = {};
+  uint4 words[TILES][S];
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const uint4 b = load_shared(x_lane + j * kXBlockBytes);
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+#pragma unroll
+      for (int s = 0; s < S; s++)
+        if (j % kLoadBlocks == 0) words[i][s] = load_shared(units[i] + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int s = 0; s < S; s++) {
+          uint32_t a[4];
+          split_codes(a, &words[i][s].x, j % kLoadBlocks * 2 + half, ~0u);
+          mma(acc[i][s], a, {half ? b.z : b.x, half ? b.w : b.y});
+        }
+  }
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int s = 0; s < S; s++)
+      add_row_group(out[i], make_float2(acc[i][s][s], acc[i][s][s + 2]), RowGroup(units[i] + s * kUnitBytes, x + s * kXSliceBytes, 0, at));
+}
+
+// The next chunks of the warp, those of COUNT tiles.
+template <class M, int COUNT>
+DEVICE void multiply_chunks(Sums* out, Chain& weights, uint32_t x, const Lane& at, bool is_whole) {
+  uint32_t units[COUNT];
+  weights.wait(units);
+  if (is_whole) multiply_side_by_side<M::kChunk>(out, units, x, at);
+  else multiply_side_by_side<1>(out, units, x, at);   // the last slice of an odd number
+  weights.release<COUNT>();
+}
+
+// The warp's slices of all its tiles; `enter(slice)` gives the place of x from that slice on.
+template <class M, class Enter>
+DEVICE void multiply_run(Sums (&out)[M::kRounds], Chain& weights, const Lane& at, Enter enter) {
+  const int rounds = M::rounds(at.warp), slices = M::slices(at.warp);
+  if (rounds == 0) return;
+#pragma unroll 1
+  for (int slice = 0; slice < slices; slice += M::kChunk) {
+    const uint32_t x = enter(slice);
+    const bool is_whole = M::kOwnSlices % M::kChunk + M::kNumSlices % M::kOwnSlices == 0 || slices - slice >= M::kChunk;
+#pragma unroll
+    for (int round = 0; round < M::kRounds; round += 2) {
+      if (round + 1 < M::kRounds && round + 1 < rounds) multiply_chunks<M, 2>(out + round, weights, x, at, is_whole);
+      else if (round < rounds) multiply_chunks<M, 1>(out + round, weights, x, at, is_whole);
+    }
+  }
+#pragma unroll
+  for (int round = 0; round < M::kRounds; round++) finish_sums(out[round]);
+}

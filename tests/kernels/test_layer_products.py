@@ -1,0 +1,308 @@
+"""layer_products.cu against the kernels of its four products, bit for bit; when products are held back for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from linear_cases import EPS, H200, ORIN, RTX_4090, bits, layout_of, normals, older
+from packed_oracle import unit_offsets
+
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import StepProduct
+from cpmrt.cuda.ops.linear_packed.layer_products import joins_products, plan_layer
+from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight
+from cpmrt.cuda.ops.linear_packed.products import PackedProducts
+from cpmrt.dtypes import DType, from_float32
+from cpmrt.memory.caches import PAGE_SIZE
+from cpmrt.ops import NOTHING
+from cpmrt.tensor_spec import Product, Quantization, TensorSpec
+
+DTYPES = [DType.BFLOAT16, DType.FLOAT16]
+SCALE, POSITION, PAGES = np.float32(0.31), 70, 4
+SMALL_MEMORY = 101376
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer: its sizes, and the groups of its weights, with zero points or without."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    group_size: int = 128
+    zeros: bool = False
+    fatrelu: float | None = None
+    bits: int = 4
+
+    @property
+    def weights(self) -> dict[str, tuple[Product, int, int]]:
+        """Product, rows and columns of each weight, in their order."""
+        attention = self.heads * self.head_dim
+        return {
+            "o": ("residual", self.hidden, attention),
+            "gate_up": ("gate_up", 2 * self.inner, self.hidden),
+            "down": ("residual", self.hidden, self.inner),
+            "qkv": ("qkv", attention + 2 * self.kv_heads * self.head_dim, self.hidden),
+        }
+
+    def layouts(self, device: Device) -> dict[str, PackedLayout]:
+        return {
+            name: layout_of(
+                product, (rows, columns), self.group_size, device, zeros=self.zeros, bits=self.bits,
+                head_dim=self.head_dim if product == "qkv" else 0,
+            )
+            for name, (product, rows, columns) in self.weights.items()
+        }  # fmt: skip
+
+
+SHAPES = {
+    "demo": Shape(256, 640, 8, 2, 64),
+    "one slice": Shape(128, 256, 2, 1, 64),
+    "heads of 96": Shape(512, 1408, 8, 4, 96),
+    "0.5B": Shape(1024, 4096, 16, 2, 64),
+    "MiniCPM5-2B": Shape(2048, 6144, 16, 2, 128),
+    "S-1B": Shape(1536, 3840, 24, 8, 64, fatrelu=0.01),
+    "runs of three and eleven": Shape(3072, 11264, 24, 8, 128),
+    "8B": Shape(4096, 16384, 32, 2, 128),
+}
+
+
+def random_weight(rng: np.random.Generator, layout: PackedLayout, dtype: DType) -> Any:
+    """A packed weight whose codes are random bytes, with scales that keep its products near one."""
+    packed = rng.integers(0, 256, layout.num_bytes, np.uint8)
+    of_unit = np.arange(layout.code_bytes, layout.unit_bytes)
+    places = unit_offsets(layout).ravel()[:, None] + of_unit
+    spread = np.float32(0.2 * layout.in_features**-0.5)
+    scales = (0.5 + rng.random((len(places), places.shape[1] // 2), np.float32)) * spread
+    packed[places] = np.ascontiguousarray(from_float32(scales, dtype)).view(np.uint8)
+    return packed
+
+
+class Layer:
+    """One row of a layer on the device; `run` gives the bits of all that its four products write."""
+
+    def __init__(self, cuda: Any, shape: Shape, dtype: DType, device: Device):
+        self.cuda, self.shape, self.dtype, self.device = cuda, shape, dtype, device
+        rng = np.random.default_rng(shape.hidden)
+        normal = normals(rng, dtype)
+        self.weights, self.norms = {}, {}
+        for name, layout in shape.layouts(self.device).items():
+            self.weights[name] = PackedWeight(cuda.array(random_weight(rng, layout, dtype)), None, layout)
+            self.norms[name] = cuda.array(1 + normal(layout.in_features, spread=0.25), dtype)
+        attention = shape.heads * shape.head_dim
+        self.x, self.attention = normal(1, shape.hidden), normal(1, attention)
+        self.bias = cuda.array(normal(attention + 2 * shape.kv_heads * shape.head_dim, spread=0.3), dtype)
+        angles = rng.random((2, PAGES * PAGE_SIZE, shape.head_dim // 2), np.float32)
+        self.rope, self.counter = cuda.array(angles), cuda.array(np.zeros(1, np.uint64))
+        self.table = cuda.array(rng.permutation(PAGES).astype(np.int32)[None])
+
+    @property
+    def layouts(self) -> list[PackedLayout]:
+        return [weight.layout for weight in self.weights.values()]
+
+    def run(self, *, together: bool, follows: bool = True, stored: bool = True, pdl: bool = False) -> list[Any]:
+        cuda, shape, dtype = self.cuda, self.shape, self.dtype
+
+        def poison(*size: int) -> Any:
+            return cuda.array(np.full(size, np.nan, np.float32), dtype)
+
+        x, inner = cuda.array(self.x, dtype), poison(1, shape.inner)
+        q = poison(1, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
+        pages = [poison(PAGES, shape.kv_heads, PAGE_SIZE, shape.head_dim) for _ in range(2)]
+        launcher = cuda.launcher(dtype, pdl=pdl)
+        arrays = {"packed_counter": self.counter} if together else {}
+        products, one = PackedProducts(launcher, None, arrays, self.device), np.int32(1)
+        add = (None, one, np.int32(shape.hidden), SCALE)
+        attention = cuda.array(self.attention, dtype)
+        place, slot = (cuda.array(np.array([value], np.int32)) for value in (POSITION, 0))
+        counts = map(np.int32, (1, shape.heads, shape.kv_heads, PAGES, PAGES * PAGE_SIZE))
+        eps = np.float32(EPS)
+        sizes = one, np.int32(shape.inner), eps
+        steps = [
+            ("o", StepProduct("residual", (x,), attention, None, 0.0, add)),
+            ("gate_up", StepProduct("gate_up", (inner,), x, self.norms["gate_up"], EPS, sizes, fatrelu=shape.fatrelu)),
+            ("down", StepProduct("residual", (x,), inner, None, 0.0, add)),
+        ]
+        if follows:
+            rest = self.bias, self.rope, place, None, slot, self.table, *counts, eps
+            targets = pages if stored else (None, None)
+            product = StepProduct("qkv", (q, *targets), x, self.norms["qkv"], EPS, rest, shape.head_dim)
+            steps.append(("qkv", product))
+        for name, product in steps:
+            products.step(product, self.weights[name], NOTHING)
+        launcher.release()
+        return [bits(cuda.numpy(array)) for array in (x, inner, q, *pages)]
+
+    def check(self) -> None:
+        """Together the products give the bits of each alone, launch after launch of either kind."""
+        for options in ({}, {"follows": False}, {"stored": False}):
+            alone = self.run(together=False, **options)
+            for pdl in (False, True, False):
+                for expected, found in zip(alone, self.run(together=True, pdl=pdl, **options), strict=True):
+                    assert np.array_equal(found, expected)
+
+
+def on_older(cuda: Any, shared_bytes: int = SMALL_MEMORY) -> Device:
+    return replace(older(cuda.device), shared_bytes_per_block=min(shared_bytes, cuda.device.shared_bytes_per_block))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "8B"])
+def test_together_they_give_the_bits_of_each_alone(cuda: Any, name: str, dtype: DType) -> None:
+    layer = Layer(cuda, SHAPES[name], dtype, on_older(cuda))
+    if plan_layer(layer.layouts, layer.device) is None:
+        pytest.skip("this device launches them one by one")
+    layer.check()
+
+
+@pytest.mark.gpu
+def test_a_layer_of_8b_with_rows_that_a_warp_has_whole(cuda: Any) -> None:
+    layer = Layer(cuda, SHAPES["8B"], DType.BFLOAT16, on_older(cuda))
+    if plan_layer(layer.layouts, layer.device) is None:
+        pytest.skip("this device launches them one by one")
+    layer.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "num_sms", "shared_bytes"),
+    [("demo", 16, SMALL_MEMORY), ("demo", 9, 80_000), ("heads of 96", 30, 166_912), ("0.5B", 31, SMALL_MEMORY)],
+)
+def test_fewer_blocks_that_have_more_tiles(cuda: Any, name: str, num_sms: int, shared_bytes: int) -> None:
+    if cuda.device.num_sms < num_sms:
+        pytest.skip("this device is too small")
+    layer = Layer(cuda, SHAPES[name], DType.BFLOAT16, replace(on_older(cuda, shared_bytes), num_sms=num_sms))
+    assert plan_layer(layer.layouts, layer.device) is not None
+    layer.check()
+
+
+@pytest.mark.gpu
+def test_a_thousand_launches_one_behind_the_other(cuda: Any) -> None:
+    layer = Layer(cuda, SHAPES["0.5B"], DType.BFLOAT16, on_older(cuda))
+    expected = layer.run(together=True)
+    for _ in range(1000):
+        layer.run(together=True)
+    for before, after in zip(expected, layer.run(together=True), strict=True):
+        assert np.array_equal(before, after)
+
+
+def test_which_layers_are_one_launch() -> None:
+    small, large = (replace(older(H200), shared_bytes_per_block=size) for size in (SMALL_MEMORY, 166_912))
+    for device in (small, large, RTX_4090):
+        for name, shape in SHAPES.items():
+            layouts = list(shape.layouts(device).values())
+            for count in (3, 4):
+                plan = plan_layer(layouts[:count], device)
+                assert plan is not None and plan.next == (count == 4), name
+                assert plan.smem_bytes <= device.shared_bytes_per_block and plan.grid == device.num_sms
+    refused = {
+        "sm_90": (SHAPES["8B"], H200), "too many tiles a warp": (SHAPES["8B"], ORIN),
+        "too little memory": (SHAPES["8B"], replace(small, shared_bytes_per_block=60_000)),
+        "groups of 32": (Shape(1024, 4096, 16, 2, 64, 32), small),
+        "8 bits": (Shape(1024, 4096, 16, 2, 64, bits=8), small),
+        "zero points": (Shape(1024, 4096, 16, 2, 64, zeros=True), small),
+    }  # fmt: skip
+    for name, (shape, device) in refused.items():
+        assert plan_layer(list(shape.layouts(device).values()), device) is None, name
+
+
+def test_narrow_models_keep_a_launch_for_each_product() -> None:
+    def specs(width: int, bits: int | None = 4) -> list[TensorSpec]:
+        quant = None if bits is None else Quantization(bits, 128)
+        return [TensorSpec("g", (4 * width, width), (), quant, "gate_up"), TensorSpec("n", (width,), ())]
+
+    assert joins_products(specs(4096), RTX_4090) and joins_products(specs(4096), older(H200))
+    for weights in (specs(2048), specs(4096, None), []):
+        assert not joins_products(weights, RTX_4090)
+    assert not joins_products(specs(4096), H200)
+
+
+class Noted(Launcher):
+    """Writes down the names of what is launched."""
+
+    is_recording = True
+
+    def __init__(self) -> None:
+        super().__init__(None, Modules("sm_90", DType.BFLOAT16), use_pdl=False)
+        self.names: list[str] = []
+
+    def __call__(self, spec: Any, *args: Any, **options: Any) -> None:
+        self.release()
+        self.names.append(spec.name)
+
+
+class Layers:
+    """The products of one row, launched by a name for each: o, g, d, q, of the same stream; O has a bias, Q no norm, D
+    another scale; G is of another model, whose products are launched by the same launcher."""
+
+    def __init__(self, device: Device) -> None:
+        shape, self.launcher = SHAPES["demo"], Noted()
+        layouts = shape.layouts(device)
+        arrays = {"packed_counter": np.zeros(1, np.uint64)}
+        self.products, self.others = (PackedProducts(self.launcher, None, arrays, device) for _ in range(2))
+        x, inner, attention, norm = (np.zeros((1, size), np.uint16) for size in (256, 640, 512, 256))
+        one, eps = np.int32(1), np.float32(EPS)
+        add, add_bias = (None, one, one, SCALE), (norm, one, one, SCALE)
+        rest = (*(None,) * 6, *(one,) * 5, eps)
+        up = StepProduct("gate_up", (inner,), x, norm, EPS, (one, one, eps))
+        self.known = {
+            "o": (StepProduct("residual", (x,), attention, None, 0.0, add), layouts["o"]),
+            "O": (StepProduct("residual", (x,), attention, None, 0.0, add_bias), layouts["o"]),
+            "g": (up, layouts["gate_up"]),
+            "d": (StepProduct("residual", (x,), inner, None, 0.0, add), layouts["down"]),
+            "D": (StepProduct("residual", (x,), inner, None, 0.0, (*add[:3], eps)), layouts["down"]),
+            "q": (StepProduct("qkv", (x, x, x), x, norm, EPS, rest, 64), layouts["qkv"]),
+            "Q": (StepProduct("qkv", (x, x, x), x, None, EPS, rest, 64), layouts["qkv"]),
+        }
+
+    def run(self, letters: str) -> list[str]:
+        """The kernels of products with these letters; a dot is something else, a colon an o of another model."""
+        for letter in letters:
+            if letter == ".":
+                self.launcher(Something, {}, 1, 1)
+            else:
+                products = self.others if letter == ":" else self.products
+                product, layout = self.known[letter.replace(":", "o")]
+                products.step(product, PackedWeight(product.x, None, layout), NOTHING)
+        self.launcher.release()
+        names, self.launcher.names = self.launcher.names, []
+        return [name.removeprefix("linear_packed_") for name in names]
+
+
+class Something:
+    """Any other kernel."""
+
+    name = "other"
+
+
+@pytest.mark.parametrize(
+    ("letters", "kernels"),
+    [
+        ("q.ogdq.ogd.", "qkv other layer_products other layer_products other"),
+        ("ogdqogdq", "layer_products layer_products"),
+        ("og.d", "residual gate_up other residual"),
+        ("o.gdq", "residual other gate_up residual qkv"),
+        ("oogdq", "residual layer_products"),
+        ("Ogdq", "residual gate_up residual qkv"),
+        ("ogOgdq", "residual gate_up residual gate_up residual qkv"),
+        ("ogDq", "residual gate_up residual qkv"),
+        ("ogd", "layer_products"),
+        ("ogdQ", "layer_products qkv"),
+        ("ogdogdq", "layer_products layer_products"),
+        ("og:d", "residual gate_up residual residual"),
+    ],
+)
+def test_products_are_held_back_until_all_are_there_or_something_else_comes(letters: str, kernels: str) -> None:
+    assert Layers(older(H200)).run(letters) == kernels.split()
+
+
+def test_where_kernels_begin_early_none_is_held_back() -> None:
+    assert Layers(H200).run("ogdq") == ["residual", "gate_up", "residual", "qkv"]
