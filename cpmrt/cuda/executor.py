@@ -359,7 +359,7 @@ class CudaExecutor:
         self.stream.synchronize()
 
     def _every_shape(self) -> None:
-        self._forward.every_shape(self._buckets, self._row_counts)
+        self._forward.of_each_kind().every_shape(self._buckets, self._row_counts)
         if self._speculation is not None:
             self._speculation.every_shape(self._buckets)
 

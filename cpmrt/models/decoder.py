@@ -5,8 +5,8 @@ What differs between families is data (`ModelConfig.layers` and its constants), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,14 @@ class BoundLayers:
         row_names = frozenset(spec.name for spec in layer_buffers(config, 1)) | set(joined)
         return cls(config, tuple(layers), row_names, caches.prefix)
 
+    def of_each_kind(self) -> BoundLayers:
+        """Return the first layer of each kind: layers that differ only in the contents of their arrays launch the same
+        kernels."""
+        kinds = dict[Hashable, BoundLayer]()
+        for layer in self.layers:
+            kinds.setdefault(_kind(layer), layer)
+        return replace(self, layers=tuple(kinds.values()))
+
     def buffers(self, arrays: Arrays, num_rows: int) -> StepBuffers:
         """Return the workspace of a pass of `num_rows` rows."""
         return StepBuffers(arrays, self.row_names, num_rows, self.prefix)
@@ -152,6 +160,11 @@ class Decoder:
         layers = BoundLayers.bind(config, arrays, caches)
         return cls(config, layers, embedding, weights["norm"], embedding if head is None else head, taps)
 
+    def of_each_kind(self) -> Decoder:
+        """Return the model with one layer of each kind, for what has to launch every kernel once; where a draft reads
+        between the layers, with all of them."""
+        return self if self.taps else replace(self, layers=self.layers.of_each_kind())
+
     def forward(self, ops: Ops, arrays: Arrays, rows: Rows, hidden: Any | None = None) -> Any:
         """Run the rows of one step through every layer and return x, their last outputs."""
         buffers = self.layers.buffers(arrays, len(rows.token_ids))
@@ -165,3 +178,12 @@ class Decoder:
     def logits(self, ops: Ops, out: Any, x: Any) -> None:
         """Fill `out` with the logits of rows of the last layer's output."""
         ops.lm_head(out, x, self.norm, self.head, self.config.rms_norm_eps, self.config.logit_divisor)
+
+
+def _kind(bound: Any) -> Hashable:
+    """Return what of a bound layer, or of a part of it, decides what it launches: arrays by shape and type."""
+    if is_dataclass(bound):
+        return type(bound), tuple(_kind(getattr(bound, field.name)) for field in fields(bound))
+    if isinstance(bound, tuple):
+        return tuple(map(_kind, bound))
+    return (tuple(bound.shape), str(bound.dtype)) if hasattr(bound, "dtype") else bound

@@ -72,7 +72,7 @@ class Speculation:
 
     def every_shape(self, buckets: tuple[int, ...]) -> None:
         """Run each forward once, on padding rows."""
-        every_shape(self._draft, self._target, self._forward, buckets, self.most)
+        every_shape(self._draft, self._target.of_each_kind(), self._forward, buckets, self.most)
         if self._inner is not None and self._forward is not None:
             every_inner_shape(self._draft, self._forward, self._inner.parts.forward, buckets)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,12 @@ class StepForward:
             head = self._model.head
             screen_plan = ScreenPlan.of(head.shape, device)
             self.screen = ScreenedHead(launcher, self.ops.lm_head, screen_plan, arrays, head, results)
+
+    def of_each_kind(self) -> StepForward:
+        """Return the forward with one layer of each kind, which launches the same kernels in every shape."""
+        other = copy(self)
+        other._model = self._model.of_each_kind()
+        return other
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
         """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token.
