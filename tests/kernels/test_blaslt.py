@@ -151,6 +151,13 @@ def test_a_result_may_be_columns_of_a_wider_matrix() -> None:
     assert np.array_equal(y[:, :16], before[:, :16]) and np.array_equal(y[:, 64:], before[:, 64:])
 
 
+def test_making_the_library_ready_asks_it_for_algorithms_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = StandIn()
+    monkeypatch.setattr(blaslt, "load_library", lambda: library)
+    blaslt.make_ready()
+    assert len(library.searched) == 2 and not library.alive
+
+
 def test_a_shape_is_planned_once_and_everything_is_destroyed() -> None:
     library = StandIn()
     with CublasLt(0, 123 << 10, library) as lt:

@@ -1,4 +1,4 @@
-"""The device's context is begun beside the reading of files: once, without a word where there is no driver."""
+"""The device's context and cuBLASLt are begun beside imports: once, without a word where there is no driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from cpmrt import executor_choice
 from cpmrt.config import EngineConfig
-from cpmrt.cuda.driver import context
+from cpmrt.cuda.driver import blaslt, context
+from cpmrt.cuda.driver.blaslt import CublasLtError
 from cpmrt.executor_choice import begin_device
 
 
@@ -41,13 +42,17 @@ def names(driver):
     return [name for name, _ in driver.calls]
 
 
+CALLS = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "make_ready"]
+
+
 @pytest.mark.parametrize(("failing", "expected"), [
-    ((), ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]), (("cuInit",), ["cuInit"]),
-    (("cuDeviceGet",), ["cuInit", "cuDeviceGet"]),
+    ((), CALLS), (("cuInit",), CALLS[:1]), (("cuDeviceGet",), CALLS[:2]), (("cuDevicePrimaryCtxRetain",), CALLS[:3]),
+    (("cuCtxSetCurrent",), CALLS[:4]),
 ])  # fmt: skip
 def test_a_thread_creates_it(monkeypatch, threads, failing, expected):
     driver = Driver(failing)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(blaslt, "make_ready", lambda: driver.make_ready())
     monkeypatch.setattr(executor_choice, "find_spec", lambda name: name)
     begin_device(EngineConfig("auto", "auto", None, None, "auto"))
     threads.join()
@@ -68,6 +73,19 @@ def test_without_a_driver_nothing_happens(monkeypatch, threads):
     monkeypatch.setattr(ctypes, "CDLL", missing)
     context.begin_context()
     threads.join()
+
+
+def test_without_the_library_there_is_a_context(monkeypatch, threads):
+    driver = Driver()
+
+    def missing():
+        raise CublasLtError("cuBLASLt is not installed")
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(blaslt, "make_ready", missing)
+    context.begin_context()
+    threads.join()
+    assert names(driver) == CALLS[:-1]
 
 
 def test_numpy_needs_none(monkeypatch, threads):

@@ -1,4 +1,4 @@
-"""Begins to create the device's context before anything needs it, beside the reading of a model's files."""
+"""Begins what takes the device long and needs no model, beside imports and the reading of a model's files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from threading import Thread
 
 
 def begin_context(index: int = 0) -> None:
-    """Have a thread create the primary context of the GPU with this index, which CuPy uses too.
+    """Have a thread create the primary context of the GPU with this index, which CuPy uses too, and make cuBLASLt ready
+    there.
 
-    That takes the driver some tenths of a second, without Python's lock. What goes wrong is told where the device is
-    opened.
+    Both take some tenths of a second, without Python's lock. What goes wrong is told where the device is opened.
     """
     Thread(target=_create, args=(index,), name="cpmrt-context").start()
 
@@ -20,5 +20,16 @@ def _create(index: int) -> None:
     with suppress(OSError, AttributeError):  # there is no driver, or none that has a name used here
         driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
+            return
+        if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or driver.cuCtxSetCurrent(context):
+            return
+        _make_library_ready()
+
+
+def _make_library_ready() -> None:
+    # The driver is at work already: whatever is imported now does not hold it up.
+    from cpmrt.cuda.driver.blaslt import CublasLtError, make_ready
+
+    with suppress(CublasLtError):
+        make_ready()
