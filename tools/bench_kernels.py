@@ -38,11 +38,11 @@ from cpmrt.cuda.bandwidth import read_bandwidth  # noqa: E402
 from cpmrt.cuda.build.launcher import Launcher  # noqa: E402
 from cpmrt.cuda.build.modules import Modules  # noqa: E402
 from cpmrt.cuda.build.spec import KernelSpec, macros_of  # noqa: E402
-from cpmrt.cuda.draft.forward import executor_needs  # noqa: E402
 from cpmrt.cuda.load.random import FILL_NORMAL  # noqa: E402
 from cpmrt.cuda.ops.gemm import GEMM, Gemm  # noqa: E402
 from cpmrt.cuda.step.forward import StepForward  # noqa: E402
 from cpmrt.cuda.step.kernels import StepKernels  # noqa: E402
+from cpmrt.cuda.step.memory import cuda_needs  # noqa: E402
 from cpmrt.dtypes import DType, from_float32  # noqa: E402
 from cpmrt.errors import CpmrtError  # noqa: E402
 from cpmrt.models import decoder  # noqa: E402
@@ -107,7 +107,7 @@ class Bench:
         modules, context = Modules(gpu.device.arch, DType.BFLOAT16), settings.max_context or 0
         self.sieve, everything = Sieve(gpu.stream, modules), Launcher(gpu.stream, modules, use_pdl=True)
         specs = weight_specs(config, settings)
-        needs = executor_needs(config, settings, specs, None, gpu.device)
+        needs = cuda_needs(config, settings, specs, gpu.device)
         plan = plan_model(config, settings, itemsize=2, max_context=context, needs=needs, specs=specs)
         arena = gpu.arena(plan)
         self.arrays, self.caches = held_arrays(arena, gpu.device), plan.caches

@@ -9,11 +9,10 @@ from functools import partial
 
 from cpmrt import opening
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.draft.forward import executor_needs
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
 from cpmrt.cuda.load.repack import Destination, takes_blocks
-from cpmrt.cuda.step.memory import check_supported
+from cpmrt.cuda.step.memory import check_supported, cuda_needs
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
@@ -74,6 +73,10 @@ class CudaTarget:
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None
     ) -> ExecutorNeeds:
         """Return the buffers of steps, ops and drafting. Raises UnsupportedModelError."""
+        if draft is None:
+            return cuda_needs(config, settings, specs, self.device)
+        from cpmrt.cuda.draft.forward import executor_needs
+
         return executor_needs(config, settings, specs, draft, self.device)
 
 

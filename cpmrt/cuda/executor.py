@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from threading import local
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
@@ -17,7 +17,6 @@ from cpmrt.config import EngineConfig
 from cpmrt.cuda.arena import held_arrays
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
-from cpmrt.cuda.draft.speculation import Speculation
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.device_memory import DeviceBuffer
 from cpmrt.cuda.driver.faults import device_faults
@@ -58,6 +57,9 @@ from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
 from cpmrt.opening import Blueprint
+
+if TYPE_CHECKING:
+    from cpmrt.cuda.draft.speculation import Speculation
 
 LoadWeights = Callable[[Destination], None]
 _RUN_AHEAD = 4
@@ -128,11 +130,14 @@ class CudaExecutor:
         self._prompts = PromptPasses(self.config, self._forward, self._arrays, self._dtype, self.stream)
         self._slot_states = SlotStates(launcher, plan.caches.states(self._arrays))
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
-        self._speculation = None if self._draft is None else Speculation(
-            self._draft, self.config, device, launcher, self._gemm, self._arrays, self._rings, self._forward,
-            plan, self._graphs.loop,
-        )  # fmt: skip
-        if self._speculation is not None:
+        self._speculation: Speculation | None = None
+        if self._draft is not None:
+            from cpmrt.cuda.draft.speculation import Speculation  # no start without a draft needs it
+
+            self._speculation = Speculation(
+                self._draft, self.config, device, launcher, self._gemm, self._arrays, self._rings, self._forward,
+                plan, self._graphs.loop,
+            )  # fmt: skip
             self._resources.callback(self._speculation.close)
             self._limits = replace(self._limits, max_drafting=self._speculation.most)
         # What passes through the workspace while loading is gone before the tables there are filled.

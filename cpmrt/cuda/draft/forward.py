@@ -39,16 +39,14 @@ def executor_needs(
     config: ModelConfig,
     engine: EngineConfig,
     specs: Sequence[TensorSpec],
-    draft: Draft | None,
+    draft: Draft,
     device: Device,
 ) -> ExecutorNeeds:
-    """What the executor keeps for a target with the weights `specs` and whatever drafts for it, for `models.planning`.
+    """What the executor keeps for a target with the weights `specs` and what drafts for it, for `models.planning`.
 
     Raises UnsupportedModelError.
     """
     needs = cuda_needs(config, engine, specs, device)
-    if draft is None:
-        return needs
     for one in filter(None, (draft, draft.inner)):
         block_modules(one)  # which raises what the kernels do not take
     needs = _with_draft(needs, draft, specs, device, max_sequences=engine.max_sequences)
