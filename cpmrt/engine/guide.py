@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy
+from itertools import groupby
 from typing import Protocol
 
 from cpmrt.errors import FormError, MaskError
@@ -147,7 +148,7 @@ class Guide:
         return self._mask.bits
 
     def behind(self, token: int, room: int) -> Guide | None:
-        """Return a guide with the mask of a step behind `token`, the next one, or None if no decode step comes there.
+        """Return a guide with the empty mask of a step behind `token`, the next one, or None if no step comes there.
 
         This guide's own mask is filled. `room`: for how many tokens there is room behind the next one.
         """
@@ -157,8 +158,8 @@ class Guide:
         fork._ahead, fork._certain, fork._num_free = self._ahead, self._certain, self._num_free
         if fork.take((token,), room + 1) or fork.is_complete:
             return None
-        fork.next_mask()
-        return None if fork.failure else fork
+        fork._mask = Mask()
+        return fork
 
     def take(self, token_ids: Sequence[int], room: int, *, is_drafted: bool = False) -> tuple[int, ...]:
         """Note the tokens that a step has brought, and return certain ones behind them with which the answer ends.
@@ -283,11 +284,15 @@ class GuidedTree:
     def _find(self, paths: Sequence[Path]) -> dict[Path, bytes | None]:
         """Return what is left of paths, of which each comes behind the one that it goes on with."""
         self._fill_root()
-        for path in paths:
-            parent = self.guides.get(path[:-1])
-            guide = parent.behind(path[-1], self.room - len(path)) if path and parent else None
-            if guide is not None:
-                self.guides[path] = guide
+        for _, level in groupby(sorted(paths, key=len), key=len):
+            found = dict[Path, Guide]()
+            for path in level:
+                parent = self.guides.get(path[:-1])
+                guide = parent.behind(path[-1], self.room - len(path)) if path and parent else None
+                if guide is not None:
+                    found[path] = guide
+            fill_masks(found.values())
+            self.guides.update({path: guide for path, guide in found.items() if guide.failure is None})
         return {path: guide.bits for path, guide in self.guides.items()}
 
 

@@ -1,6 +1,7 @@
 """Lets the forks of an answer's matcher share one matcher of llguidance, which goes to and fro between their places.
 
-To copy it would take longer with each token of the answer, and a drafted tree has a fork for each node.
+To copy it would take longer with each token of the answer, and a drafted tree has a fork for each node. Several such
+matchers may work at the same time, if the form was compiled apart for each.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cpmrt.grammar.compiled_form import Origin
+from cpmrt.grammar.compiled_form import CompiledForm, Origin
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -26,12 +27,11 @@ class Place:
 
 
 class Cursor:
-    """A matcher of a form that is at one place at a time."""
+    """A matcher of a form that is at one place at a time, at first at `beginning`."""
 
-    def __init__(self, origin: Origin):
-        self.origin = origin
-        self.beginning = Place(None, ())
-        self._matcher, self._at = origin.copy_for(self), self.beginning
+    def __init__(self, origin: Origin, beginning: Place):
+        self.origin, self._beginning = origin, beginning
+        self._matcher, self._at = origin.copy_for(self), beginning
 
     def go_to(self, place: Place) -> LLMatcher:
         """Return the matcher, as it is at that place until this is called for another one.
@@ -41,7 +41,7 @@ class Cursor:
         if place is not self._at:
             num_undone, missing = self._way_to(place)
             if self._matcher.is_error() or (num_undone and not self._matcher.rollback(num_undone)):
-                self._matcher, self._at = self.origin.copy_for(self), self.beginning
+                self._matcher, self._at = self.origin.copy_for(self), self._beginning
                 _, missing = self._way_to(place)
             for each in missing:
                 self._matcher.consume_tokens(list(each.token_ids))
@@ -63,7 +63,27 @@ class Cursor:
                 num_undone += len(back.token_ids)
                 back = back.before
             else:
-                assert there.before is not None, "a place of another cursor"
+                assert there.before is not None, "a place of another answer"
                 missing.append(there)
                 there = there.before
         return num_undone, missing[::-1]
+
+
+class Cursors:
+    """The cursors of an answer: the first one follows it, more of them look at other places meanwhile."""
+
+    def __init__(self, form: CompiledForm):
+        self.beginning = Place(None, ())
+        self._form, self._all = form, [Cursor(form.origin(), self.beginning)]
+
+    @property
+    def first(self) -> Cursor:
+        return self._all[0]
+
+    def up_to(self, most: int) -> list[Cursor]:
+        """Return cursors that may work at the same time; where they are fewer, another one is got ready."""
+        if len(self._all) < most:
+            origin = self._form.origin()
+            if all(cursor.origin is not origin for cursor in self._all):
+                self._all.append(Cursor(origin, self.beginning))
+        return self._all[:most]

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 _MOST_THREADS = 8
-_FEWEST_MASKS = 8
+_FEWEST_ANSWERS = 8
 """To wake the threads takes as long as some masks, and a step of few rows has time for them all."""
+_LEAST_SECONDS = 4e-4
+"""Masks that are expected to take so long pay, of however few answers: those of strings that are nearly full."""
 
 
 def default_num_threads() -> int:
@@ -25,11 +27,12 @@ class MaskThreads:
     """Runs masks of `vocab_size` tokens in `num_threads` threads; fewer than two compute nothing at the same time."""
 
     def __init__(self, num_threads: int, vocab_size: int):
-        self._num_threads, self._vocab_size = num_threads, vocab_size
+        self.num_threads, self._vocab_size = num_threads, vocab_size
 
-    def pay(self, num_masks: int) -> bool:
-        """Tell whether so many masks are sooner there than one after the other."""
-        return self._num_threads > 1 and num_masks >= _FEWEST_MASKS
+    def pay(self, num_answers: int, num_masks: int, seconds: float) -> bool:
+        """Tell whether so many masks are sooner there than one after the other, which would take about `seconds`."""
+        is_worth_it = num_answers >= _FEWEST_ANSWERS or seconds >= _LEAST_SECONDS
+        return self.num_threads > 1 and num_masks > 1 and is_worth_it
 
     def masks(self, matchers: Sequence[LLMatcher]) -> list[bytes]:
         """Return the bits of the tokens that may come next, as `LLMatcher.compute_bitmask` does for one.
@@ -47,4 +50,4 @@ class MaskThreads:
     def _executor(self) -> LLExecutor:
         from llguidance import LLExecutor
 
-        return LLExecutor(self._num_threads)
+        return LLExecutor(self.num_threads)

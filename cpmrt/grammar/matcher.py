@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from cpmrt.engine.guide import Matcher
 from cpmrt.errors import FormError
-from cpmrt.grammar.compiled_form import CompiledForm
-from cpmrt.grammar.cursor import Cursor, Place
+from cpmrt.grammar.compiled_form import CompiledForm, Origin
+from cpmrt.grammar.cursor import Cursors, Place
 from cpmrt.grammar.mask_threads import MaskThreads
 
 if TYPE_CHECKING:
@@ -56,34 +57,56 @@ class AnswerMatcher:
         """Whether nothing but a thought, and white space that the grammar does not take, has come."""
         self._prepared: bytes | None = None
         """What the grammar allows here, if that was computed with the masks of other answers."""
-        self._place: Place | None = None
-        """Where the cursor is in this answer's state; None is the beginning."""
+        self._behind: Place | None = None
+        """The place of this answer's state; None is the beginning."""
+        self._seconds = 0.0
+        """The time of the last mask that was computed alone, by this matcher or the one that it is a fork of."""
 
     @cached_property
-    def _cursor(self) -> Cursor:
-        """Follows the grammar, for this answer and its forks. An answer that still waits for its turn needs none."""
-        return Cursor(self._form.origin())
+    def _cursors(self) -> Cursors:
+        """Follow the grammar, for this answer and its forks. An answer that still waits for its turn needs none."""
+        return Cursors(self._form)
+
+    @property
+    def _place(self) -> Place:
+        return self._behind or self._cursors.beginning
 
     @property
     def _matcher(self) -> LLMatcher:
         """The grammar's matcher, in this answer's state until another fork asks for it."""
-        return self._cursor.go_to(self._place or self._cursor.beginning)
+        return self._cursors.first.go_to(self._place)
 
     def prepare(self, others: Sequence[Matcher]) -> None:
-        """Compute what the grammars of this answer and of others allow, at the same time."""
+        """Compute what the grammars of this matcher and of others allow, at the same time; some may be forks of one."""
         asked = [each for each in (self, *others) if isinstance(each, AnswerMatcher) and not each._closing]
-        if self._vocabulary.threads.pay(len(asked)):
-            asked.sort(key=lambda each: id(each._cursor.origin))
-            masks = self._vocabulary.threads.masks([each._matcher for each in asked])
-            for each, bits in zip(asked, masks, strict=True):
-                each._prepared = bits
+        threads, of_answers = self._vocabulary.threads, dict[Cursors, list[AnswerMatcher]]()
+        for each in asked:
+            of_answers.setdefault(each._cursors, []).append(each)
+        if not threads.pay(len(of_answers), len(asked), sum(each._seconds for each in asked)):
+            return
+        while of_answers:
+            together: list[tuple[Origin, AnswerMatcher, LLMatcher]] = []
+            for cursors, forks in list(of_answers.items()):
+                for cursor in cursors.up_to(min(len(forks), threads.num_threads)):
+                    fork = forks.pop()
+                    together.append((cursor.origin, fork, cursor.go_to(fork._place)))
+                if not forks:
+                    del of_answers[cursors]
+            together.sort(key=lambda one: id(one[0]))
+            masks = threads.masks([matcher for _, _, matcher in together])
+            for (_, each, matcher), bits in zip(together, masks, strict=True):
+                each._prepared = None if matcher.is_error() else bits
 
     def allowed(self) -> bytes:
         """Return the bits of the tokens that may come next. Raises FormError if there are none."""
         if self._closing:
             return self._vocabulary.not_ends
-        bits, self._prepared = self._prepared or self._matcher.compute_bitmask(), None
-        self._check()
+        bits, self._prepared = self._prepared, None
+        if bits is None:
+            begun = perf_counter()
+            bits = self._matcher.compute_bitmask()
+            self._seconds = perf_counter() - begun
+            self._check()
         if self._openings:
             bits = _with_tokens(bits, self._openings)
         if not bits.strip(b"\0"):
@@ -104,7 +127,7 @@ class AnswerMatcher:
 
     def fork(self) -> AnswerMatcher:
         """Return a matcher in the same state, which goes its own way from there."""
-        _ = self._cursor  # which both share
+        _ = self._cursors  # which both share
         return copy(self)
 
     @property
@@ -134,7 +157,7 @@ class AnswerMatcher:
 
     def _consume(self, token_ids: Sequence[int]) -> None:
         """Have the grammar go on behind these tokens. Raises FormError for one that is not allowed."""
-        self._place = self._cursor.consume(self._place or self._cursor.beginning, token_ids)
+        self._behind = self._cursors.first.consume(self._place, token_ids)
         self._check()
 
     def _check(self) -> None:

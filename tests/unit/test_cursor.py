@@ -42,8 +42,9 @@ def seen_by(matcher):
 def test_each_place_of_a_tree_is_that_of_a_copy(grammars, number):
     """Places are visited in any order, those behind the end of an answer among them."""
     rng = random.Random(number)
-    cursor = grammars.matcher(FORMS[number], Thought())()._cursor
-    known = [(cursor.beginning, cursor.origin.copy_for(cursor))]
+    cursors = grammars.matcher(FORMS[number], Thought())()._cursors
+    cursor = cursors.first
+    known = [(cursors.beginning, cursor.origin.copy_for(cursor))]
     for _ in range(60):
         place, copied = rng.choice(known[-8:] if rng.random() < 0.8 else known)
         assert seen_by(cursor.go_to(place)) == seen_by(copied)

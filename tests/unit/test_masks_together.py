@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import Future
+from random import Random
 
 import pytest
 from form_cases import LARK_GRAMMARS, REGEXES, schemas
@@ -68,7 +69,7 @@ def tokens_in(bits):
 @pytest.fixture(autouse=True)
 def fewest(monkeypatch):
     """Two masks are enough to be computed at the same time."""
-    monkeypatch.setattr(mask_threads, "_FEWEST_MASKS", 2)
+    monkeypatch.setattr(mask_threads, "_FEWEST_ANSWERS", 2)
 
 
 def follow(matchers, drawn):
@@ -244,5 +245,63 @@ def test_a_form_that_compiles_once_only_stays_alone(outcome):
 def test_threads_leave_half_of_the_cores_to_others(monkeypatch, cores, threads):
     monkeypatch.setattr(mask_threads.os, "sched_getaffinity", lambda process: range(cores))
     assert mask_threads.default_num_threads() == threads
-    pays = mask_threads.MaskThreads(threads, 64).pay(64)
+    pays = mask_threads.MaskThreads(threads, 64).pay(64, 64, 0.0)
     assert pays == (threads > 1)
+
+
+@pytest.mark.parametrize("number", range(0, len(FORMS), 3))
+def test_forks_of_one_answer_are_looked_at_together(threaded, serial, monkeypatch, number):
+    """As the nodes of drafted trees are, with one matcher of llguidance at first, and then with some."""
+    monkeypatch.setattr(mask_threads, "_LEAST_SECONDS", 0.0)
+    answer = threaded.matcher(FORMS[number], Thought())()
+    alone = serial.matcher(FORMS[number], Thought())()
+    rng = Random(number)
+    for _ in range(12):
+        if alone.is_complete:
+            break
+        bits = allowed_by(alone)
+        assert allowed_by(answer) == bits
+        tokens = tokens_in(bits)
+        drawn = [rng.choice(tokens) for _ in range(rng.randint(2, 9))]
+        forks, copies = [answer.fork() for _ in drawn], [alone.fork() for _ in drawn]
+        for fork, copied, token in zip(forks, copies, drawn, strict=True):
+            fork.accept([token])
+            copied.accept([token])
+        going_on = [place for place, copied in enumerate(copies) if not copied.is_complete]
+        if going_on:
+            forks[going_on[0]].prepare([forks[place] for place in going_on[1:]])
+        for place in going_on:
+            assert forks[place]._prepared or len(going_on) == 1, "it was computed"
+            assert allowed_by(forks[place]) == allowed_by(copies[place])
+        chosen = rng.randrange(len(drawn))
+        answer, alone = forks[chosen], copies[chosen]
+        if answer._form._coming is not None:
+            answer._form._coming.exception(timeout=60)
+    assert alone.is_complete or len(answer._cursors._all) == 3, "as many as there are threads"
+
+
+def test_a_fork_that_fails_among_others_fails_alone(threaded, monkeypatch):
+    monkeypatch.setattr(mask_threads, "_LEAST_SECONDS", 0.0)
+    answer = threaded.matcher(SamplingParams(regex="(ab|cd){4}x").form, Thought())()
+    a, c, x = (threaded._library.tokenize_str(letter)[0] for letter in "acx")
+    forks = [answer.fork() for _ in range(3)]
+    forks[0].accept([a])
+    with pytest.raises(FormError):
+        forks[1].accept([x])
+    forks[2].accept([c])
+    forks[0].prepare(forks[1:])
+    b, d = (threaded._library.tokenize_str(letter)[0] for letter in "bd")
+    assert b in tokens_in(forks[0].allowed()) and d in tokens_in(forks[2].allowed())
+    with pytest.raises(FormError, match="cannot be followed"):
+        forks[1].allowed()
+
+
+def test_quick_masks_of_forks_wake_no_thread(threaded, monkeypatch):
+    monkeypatch.setattr(mask_threads.MaskThreads, "masks", lambda *_: pytest.fail("they are there sooner without"))
+    answer = threaded.matcher(SamplingParams(regex="[ab]{8}").form, Thought())()
+    tokens = tokens_in(answer.allowed())
+    forks = [answer.fork() for _ in range(9)]
+    for fork in forks:
+        fork.accept(tokens[:1])
+    answer._seconds = 1e-6
+    forks[0].prepare(forks[1:])
