@@ -57,10 +57,11 @@ static_assert((FATRELU & 0x7F800000) != 0x7F800000, "FATRELU must be the bits of
 struct GridBarrier {
   static constexpr uint64_t kOfLaunch = 3 * GRID;
   uint64_t* counter;
-  uint64_t target = 0;   // of the first thread
+  uint64_t before = 0;   // of the first thread: read while this block has not arrived, so that no launch is complete meanwhile
+  int passed = 0;
 
   DEVICE explicit GridBarrier(uint64_t* shared_counter) : counter(shared_counter) {
-    if (threadIdx.x == 0) target = read() / kOfLaunch * kOfLaunch;   // this block has not arrived: no launch is complete meanwhile
+    if (threadIdx.x == 0) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(before) : "l"(counter) : "memory");
   }
   DEVICE uint64_t read() const {
     uint64_t value;
@@ -74,7 +75,7 @@ struct GridBarrier {
   }
   DEVICE void wait() {
     if (threadIdx.x == 0) {
-      target += GRID;
+      const uint64_t target = before / kOfLaunch * kOfLaunch + ++passed * GRID;
       while (read() < target) {
       }
     }
@@ -129,11 +130,12 @@ DEVICE void ask_for_norm(RowPieces& pieces, const scalar_t* norm) {
 }
 
 // The warp's eighth of x, normalised, in shared memory, and its square sum.
-DEVICE void fill_normalised(const Lane& at, const scalar_t* x, const RowPieces& weights) {
+DEVICE void fill_normalised(const Lane& at, Chain& stream, const scalar_t* x, const RowPieces& weights) {
   uint4 v[kThreadPieces];
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++)
     if (RowPieces::piece(i) < kPieces) v[i] = load16_past_l1(x + RowPieces::piece(i) * 8);
+  stream.go_on();
   float sums[kThreadPieces], square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++) {
@@ -201,7 +203,7 @@ DEVICE void add_product(const Lane& at, Chain& weights, PlainRun<M>& run, AddEpi
 // The warp's run of a normalised product: of its part of x, or of all of it.
 template <class M>
 DEVICE void multiply_normalised(Sums (&out)[M::kRounds], const Lane& at, Chain& weights, const scalar_t* x, const RowPieces& norm) {
-  fill_normalised(at, x, norm);
+  fill_normalised(at, weights, x, norm);
   if (M::kIsWhole) __syncthreads();
   else __syncwarp();
   const uint32_t own = at.shared + kRow + M::run(at.warp) * M::kOwnSlices * kXSliceBytes;
@@ -218,10 +220,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)
   const Lane at;
   PlainRun<Output> o_run{at, attention};
   o_run.ask(0);
+  GridBarrier grid(counter);
   Chain weights(at, o, gate_up, down, qkv);
   RowPieces pieces;
   ask_for_norm(pieces, mlp_norm);
-  GridBarrier grid(counter);
   AddEpilogue add{{x, nullptr, kHidden, scale}};
   GateUpEpilogue activate{inner, INNER, nullptr};
   QkvEpilogue<1, 1> append{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, 1, num_heads, num_kv_heads,
@@ -251,6 +253,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)
   grid.wait();
   PlainRun<Down> down_run{at, inner};
   down_run.ask(0);
+  weights.go_on();
   add_product(at, weights, down_run, add);
   grid.arrive();
   if (!NEXT) return;

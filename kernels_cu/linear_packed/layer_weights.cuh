@@ -5,6 +5,7 @@
 
 constexpr int kHidden = IN_FEATURES, kProducts = NEXT ? 4 : 3;
 constexpr int kMostChunk = 2;      // slices of a chunk
+constexpr int kAhead = 3;          // chunks of a warp that are copied before x of their product is asked for: more would keep it waiting
 constexpr int kMostStage = 4;      // slices of a run of x that are in shared memory at a time, but for rows that are normalised
 
 // A weight with ROWS_ rows of COLUMNS elements in RUNS_ runs. Tiles are dealt out to the blocks in turn, or to the warps of all blocks.
@@ -53,6 +54,7 @@ struct Chain {
   uint32_t ring;
   int slot = 0;                         // the next chunk to read, and where the next copy goes
   int product = 0, round = 0, slice = 0;   // the next chunk to copy
+  int current = 0, ahead = 0, skipped = 0;   // the product whose x is asked for; chunks behind it that are copied, that wait for it
   const unsigned char* from;            // the warp's run of its first tile of the product
   int rounds, slices, chunk, step;      // of the product; bytes from one of the warp's tiles to the next
 
@@ -79,7 +81,10 @@ struct Chain {
   }
   // Starts the copy of the next chunk into the slot that was read last.
   DEVICE void copy_next() {
-    if (product < kProducts) {
+    if (product > current && ahead == kAhead) {
+      skipped++;
+    } else if (product < kProducts) {
+      ahead += product > current;
       const int left = slices - slice, bytes = (left < chunk ? left : chunk) * kUnitBytes;
       const unsigned char* const source = from + round * step + slice * kUnitBytes;
       const uint32_t to = ring + slot * kSlotBytes;
@@ -95,6 +100,14 @@ struct Chain {
     }
     cp_async_commit();
     slot = next(slot);
+  }
+  // Starts the copies that were left out, now that x of the next product is asked for.
+  DEVICE void go_on() {
+    const int count = skipped;
+    current++, ahead = 0, skipped = 0, slot -= count;
+    if (slot < 0) slot += SLOTS;
+#pragma unroll 1
+    for (int i = 0; i < count; i++) copy_next();
   }
   DEVICE static int next(int slot) { return slot + 1 == SLOTS ? 0 : slot + 1; }
   // The next COUNT chunks in shared memory, once they are there.

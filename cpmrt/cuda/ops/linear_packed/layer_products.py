@@ -23,9 +23,8 @@ from cpmrt.tensor_spec import PLAIN_HEAD_DIM, TensorSpec
 
 THREADS = 256
 """Threads of a block: eight warps, one for each run of K."""
-# From this capability on a kernel begins while the one before it ends, and a launch of its own costs less. Models
-# narrower than this were not measured.
-_STARTS_EARLY, _NARROWEST = 90, 4096
+# From this capability on a kernel begins while the one before it ends, and a launch of its own costs less.
+_STARTS_EARLY = 90
 _BITS, _SCALE_GROUP = 4, 128
 _ORDER = ("residual", "gate_up", "residual", "qkv")
 """The products: attention into the residual stream, gate and up, down, and the next layer's first one."""
@@ -70,8 +69,8 @@ LAYER_PRODUCTS = KernelSpec(
 
 def joins_products(specs: Iterable[TensorSpec], device: Device) -> bool:
     """Tell whether a model with these weights has a layer's products in one launch, where `plan_layer` has a plan."""
-    widths = (spec.shape[1] for spec in specs if spec.quant and spec.product == "gate_up")
-    return device.capability < _STARTS_EARLY and max(widths, default=0) >= _NARROWEST
+    are_packed = any(spec.quant and spec.product == "gate_up" for spec in specs)
+    return are_packed and device.capability < _STARTS_EARLY
 
 
 def plan_layer(layouts: Sequence[PackedLayout], device: Device) -> LayerProductsConstants | None:
