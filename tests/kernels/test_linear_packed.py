@@ -332,7 +332,7 @@ def test_without_bias(cuda: Any, name: str) -> None:
 )
 def test_rows_that_the_product_before_prepared(cuda: Any, name: str) -> None:
     launcher = Launcher(cuda, make_case(name, DType.BFLOAT16))
-    for num_rows in (12, 16, 31, 64):
+    for num_rows in (5, 8, 12, 16, 31, 64):
         assert np.array_equal(bits(launcher.run(num_rows, is_fed=True)), bits(launcher.run(num_rows))), num_rows
 
 
@@ -388,7 +388,7 @@ def test_plans_fit_the_device(name: str, device: Device) -> None:
             assert plan.shared_bytes > device.shared_bytes_per_block / 2, "two blocks may share a multiprocessor"
         exchanges = constants.shared_run and layout.runs > 1
         assert bool(plan.num_arrivals) == bool(plan.partial_bytes) == (exchanges and not constants.clusters)
-        assert bool(plan.fed_bytes) == bool(plan.fed) == (name in FEEDING[device] and rows > 8), rows
+        assert bool(plan.fed_bytes) == bool(plan.fed) == (name in FEEDING[device] and rows > 1), rows
         if constants.clusters:
             assert exchanges and plan.grid <= 8 * device.whole_clusters
 
@@ -421,7 +421,7 @@ def test_what_is_read_first_lies_in_the_weight(name: str) -> None:
     layout = make_layout(name, H200)
     for rows in ROW_BUCKETS:
         first = plan_packed(layout, rows, H200).first_read
-        assert (first is not None) == (rows == 1 and layout.runs == 1 and layout.bits == 4)
+        assert (first is not None) == (rows in (1, 8, 32) and layout.runs == 1 and layout.bits == 4)
         if first is not None:
             pieces, stride, nbytes = first
             assert pieces * stride == layout.num_bytes and 0 < nbytes <= stride
@@ -433,16 +433,19 @@ def test_what_is_read_first_lies_in_the_weight(name: str) -> None:
 @pytest.mark.parametrize("name", ["0.5B down", "uneven o", "permuted o", "EAGLE-3 demo fc", "ternary 0.5B down"])
 def test_a_weight_that_comes_early_changes_nothing(cuda: Any, name: str, dtype: DType) -> None:
     launcher, layout = Launcher(cuda, make_case(name, dtype)), make_layout("wide gate_up", H200)
-    expected, a = launcher.run(1), launcher.arrays
     early = PackedWeight(cuda.array(np.zeros(layout.num_bytes, np.uint8)), None, layout)
-    weight = PackedWeight(launcher.weight, a["permutation"], launcher.layout)
-    arrays = {"packed_rows": launcher.poisoned(1 << 16, 1)}
+    weight = PackedWeight(launcher.weight, launcher.arrays["permutation"], launcher.layout)
+    sizes = {"rows": 1 << 20, "partials": 1 << 24, "arrivals": 1 << 14}
+    arrays = {f"packed_{name}": cuda.cupy.zeros(size // 4, np.int32) for name, size in sizes.items()}
     products = PackedProducts(cuda.launcher(dtype, pdl=True), None, arrays, launcher.on)
-    for ahead in (None, early):
-        outputs = launcher.outputs(1)
-        launcher.wait()
-        products.step(replace(launcher.product(1, outputs), x=a["x"][:1]), weight, NOTHING, ahead)
-        assert np.array_equal(bits(launcher.words(1, outputs)), bits(expected))
+    for rows in (1, 8, 32):
+        expected = launcher.run(rows)
+        for ahead in (None, early):
+            outputs = launcher.outputs(rows)
+            launcher.wait()
+            given = replace(launcher.product(rows, outputs), x=launcher.arrays["x"][:rows])
+            products.step(given, weight, NOTHING, ahead)
+            assert np.array_equal(bits(launcher.words(rows, outputs)), bits(expected)), rows
 
 
 def test_six_tiles_a_multiprocessor_are_one_round_of_whole_rows() -> None:

@@ -27,9 +27,10 @@ _WARPGROUP = 4
 # From so many rows on they are normalised once, by prepare_rows, and not again in every block; a gate_up product whose
 # blocks have whole slices of the rows that it writes spares the next product prepare_rows; and four warps multiply
 # together, but in clusters or among more warps only from more rows on.
-_PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 16, 16, 32, 16
-# A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others.
-_LARGEST_WHOLE_X = 98_304
+_PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 8, 16, 32, 16
+# A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others. It may be
+# less where the blocks of a cluster then normalise an eighth each.
+_LARGEST_WHOLE_X, _LARGEST_NORMALISED_X = 98_304, 61_440
 # Rounds whose sums one row keeps (KEPT_ROUNDS): so few that a thread finishes one output of all of them.
 _STAGES, _MOST_KEPT_ROUNDS = 4, 4
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
@@ -50,8 +51,9 @@ _AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
 # Up to this width of a model all of its products ask for as much shared memory as a multiprocessor has, else none does:
 # it changes the split only while it is idle, so a block that wants another one than its neighbours starts late.
 _NARROW_WIDTH = 2048
-# Weights in so many bits begin to come to the L2 during the product before theirs.
-_AHEAD_BITS = 4
+# Weights in so many bits begin to come to the L2 during the product before theirs, for these numbers of rows so many
+# chunks of each warp (other numbers gain nothing, other bits were not measured).
+_AHEAD_BITS, _AHEAD_CHUNKS = 4, {1: 1, 8: 2, 32: 1}
 # What `linear` is of the product that makes queries of latent attention.
 _LATENT_QUERIES = 4
 # For one row a grid of as many blocks as multiprocessors takes so much over half of the memory that no two share one.
@@ -108,12 +110,12 @@ class PackedPlan:
     @property
     def first_read(self) -> tuple[int, int, int] | None:
         """Pieces that the warps read of the weight first, the bytes from one to the next, and those of each. Only of
-        one row's products with 4 bits whose warps take whole rows: for others bringing them early was not measured."""
+        products with 4 bits whose warps take whole rows, where it pays that the product before brings them."""
         own, layout = self.constants, self.layout
-        if own.rows > 1 or layout.runs > 1 or layout.bits != _AHEAD_BITS:
+        if own.rows not in _AHEAD_CHUNKS or layout.runs > 1 or layout.bits != _AHEAD_BITS:
             return None
         chunk = Ring.of(layout, own.rows, own.warps, 1).level // own.warps
-        return layout.num_tiles, layout.tile_bytes, chunk
+        return layout.num_tiles, layout.tile_bytes, min(_AHEAD_CHUNKS[own.rows] * chunk, layout.tile_bytes)
 
     @property
     def partial_bytes(self) -> int:
@@ -232,12 +234,13 @@ class _Work:
 
     @classmethod
     def of(cls, layout: PackedLayout, rows: int, device: Device) -> _Work:
-        whole_x = layout.num_slices * _x_slice(layout, rows)
-        shared_run = layout.runs == 1 or whole_x > min(_LARGEST_WHOLE_X, device.shared_bytes_per_block // 2)
+        whole_x, can_cluster = layout.num_slices * _x_slice(layout, rows), device.whole_clusters > 0
+        can_cluster = can_cluster and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
+        largest = _LARGEST_NORMALISED_X if can_cluster and layout.product == "qkv" else _LARGEST_WHOLE_X
+        shared_run = layout.runs == 1 or whole_x > min(largest, device.shared_bytes_per_block // 2)
         copies = layout.runs if shared_run else 1
         exchanges = shared_run and layout.runs > 1
-        in_clusters = exchanges and device.whole_clusters > 0
-        in_clusters = in_clusters and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
+        in_clusters = exchanges and can_cluster
         groups = device.whole_clusters if in_clusters else max(1, device.num_sms // copies)
         warps = _block_warps(layout.num_tiles, groups, device, shared_run)
         tiles = warps if shared_run else warps // layout.runs
