@@ -48,9 +48,8 @@ struct QkvEpilogue {
     if (k_pages != nullptr && tile / kHeadTiles < num_heads + num_kv_heads) read_angle(0, i, tile, row, guessed_position);
   }
   DEVICE void forget_guess() { guessed_position = -1; }
-  // Starts the next kernel, after the wait: decode_attention reads early what is older than this launch.
+  // After the wait, as whatever starts the next kernel: decode_attention reads early what is older than this launch.
   DEVICE void prepare(uint32_t shared) {
-    pdl_launch_dependents();
     place = shared;
     if (!looks_up()) return;
     slot = read_now(slots + threadIdx.x);

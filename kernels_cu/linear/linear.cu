@@ -187,7 +187,7 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
   }
   pdl_wait();
   activations.copy_first();
-  if constexpr (LINEAR == 0) epilogue.prepare(at.shared + kEpilogueOffset);
+  if constexpr (LINEAR == 0) pdl_launch_dependents(), epilogue.prepare(at.shared + kEpilogueOffset);
   cp_async_wait<0>();
   __syncwarp();
   if constexpr (LINEAR == 0) epilogue.publish();

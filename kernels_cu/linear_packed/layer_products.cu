@@ -229,8 +229,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)
   QkvEpilogue<1, 1> append{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, 1, num_heads, num_kv_heads,
                            pages_per_sequence, max_context};
   const auto of_rms = [&] { return RowPieces::scale(at.shared + kSquares, eps); };
+  pdl_launch_dependents();
   if (NEXT) append.prepare(at.shared + kPlace);
-  else pdl_launch_dependents();
 
   add_product(at, weights, o_run, add);
   grid.arrive();

@@ -27,7 +27,8 @@
 //   CLUSTERS: 1: the eight blocks with the runs of the same tiles are a cluster, which needs sm_90
 //   RECEIVED_APART: 1: what the peers of a cluster send has its own memory; 0: that of weights and x, and all blocks take tiles once
 //   FEEDS: 1: a gate_up product also writes what prepare_rows would make of its rows for the product after it
-//   TRIGGER: the next kernel may start 0 as soon as this one, 1 at its end
+//   TRIGGER: the next kernel may start 0 as soon as this one, of qkv behind its wait; 1 at its end; 2 once x is there, whose copies then
+//     do not queue behind what that one reads early
 //   KEPT_ROUNDS: with SHARED_RUN 0 and one row, rounds whose sums over runs come after the products of all; else 1
 //   SMEM_BYTES: dynamic shared memory of the launch
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
@@ -167,6 +168,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
   if constexpr (CLUSTERS) cluster_wait();
   const RowScale scale{at, eps};
   const float prepared_scale = scale.load(x, T);
+  if constexpr (LINEAR == 0 && TRIGGER == 0) pdl_launch_dependents();
   if constexpr (LINEAR == 0) epilogue.prepare(at.shared + kEpilogueOffset);
   const auto look = [&](int round) {
 #pragma unroll
@@ -190,6 +192,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
   if constexpr (WGMMA_PRODUCTS) async_proxy_fence();
   if (!kOwnRuns || kLooksLate) __syncthreads();
   else activations.wait_for_run();
+  if constexpr (TRIGGER == 2) pdl_launch_dependents();
   if constexpr (kFetchesAhead) ahead.fetch(at);
   if constexpr (kJoinsRounds) {
     if (PREPARED || kLooksLate) look(0);

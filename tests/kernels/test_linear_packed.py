@@ -421,7 +421,8 @@ def test_what_is_read_first_lies_in_the_weight(name: str) -> None:
     layout = make_layout(name, H200)
     for rows in ROW_BUCKETS:
         first = plan_packed(layout, rows, H200).first_read
-        assert (first is not None) == (rows in (1, 8, 32) and layout.runs == 1 and layout.bits == 4)
+        is_several = rows in (8, 32) and layout.in_features > 2048
+        assert (first is not None) == ((rows == 1 or is_several) and layout.runs == 1 and layout.bits == 4)
         if first is not None:
             pieces, stride, nbytes = first
             assert pieces * stride == layout.num_bytes and 0 < nbytes <= stride
@@ -432,7 +433,7 @@ def test_what_is_read_first_lies_in_the_weight(name: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("name", ["0.5B down", "uneven o", "permuted o", "EAGLE-3 demo fc", "ternary 0.5B down"])
 def test_a_weight_that_comes_early_changes_nothing(cuda: Any, name: str, dtype: DType) -> None:
-    launcher, layout = Launcher(cuda, make_case(name, dtype)), make_layout("wide gate_up", H200)
+    launcher, layout = Launcher(cuda, make_case(name, dtype)), make_layout("8B gate_up", H200)
     early = PackedWeight(cuda.array(np.zeros(layout.num_bytes, np.uint8)), None, layout)
     weight = PackedWeight(launcher.weight, launcher.arrays["permutation"], launcher.layout)
     sizes = {"rows": 1 << 20, "partials": 1 << 24, "arrivals": 1 << 14}
@@ -459,6 +460,24 @@ def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multipro
     plan = plan_packed(make_layout("0.5B gate_up", H200), 1, H200)
     assert plan.grid == H200.num_sms
     assert plan.constants.smem_bytes * 2 <= H200.shared_bytes_per_block < plan.shared_bytes * 2
+
+
+def test_8_rows_are_normalised_in_clusters_where_one_round_of_them_has_all_tiles() -> None:
+    for columns, out_features, in_clusters in ((4096, 4608, True), (4096, 12288, False), (2048, 2560, False)):
+        layout = layout_of("qkv", (out_features, columns), 128, H200, zeros=0, head_dim=128, bits=4)
+        for device, rows in ((H200, 8), (H200, 1), (RTX_4090, 8)):
+            constants = plan_packed(layout, rows, device).constants
+            assert constants.clusters == (in_clusters and device == H200 and rows == 8)
+            assert constants.trigger == (2 if constants.clusters else 0)
+            assert device != H200 or not constants.prepared
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "trigger"),
+    [("8B down", 16, 0), ("8B down", 32, 2), ("8B down", 64, 1), ("8B o", 32, 0), ("8B gate_up", 32, 0)],
+)
+def test_when_the_next_kernel_may_start(name: str, rows: int, trigger: int) -> None:
+    assert plan_packed(make_layout(name, H200), rows, H200).constants.trigger == trigger
 
 
 @pytest.mark.parametrize(

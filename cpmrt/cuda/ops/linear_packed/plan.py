@@ -14,6 +14,7 @@ from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, row_bucket
 from cpmrt.cuda.ops.linear_packed.constants import LatentQueriesConstants, LinearPackedConstants, PrepareConstants
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
 from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
+from cpmrt.tensor_spec import Product
 from cpmrt.weights.ternary import TERNARY_BITS
 
 SINGLE_ROW_SUMS = 64
@@ -29,8 +30,9 @@ _WARPGROUP = 4
 # together, but in clusters or among more warps only from more rows on.
 _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 8, 16, 32, 16
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others. It may be
-# less where the blocks of a cluster then normalise an eighth each.
-_LARGEST_WHOLE_X, _LARGEST_NORMALISED_X = 98_304, 61_440
+# less for up to 8 rows (more were not measured) where all tiles find room in clusters, whose blocks then normalise an
+# eighth each.
+_LARGEST_WHOLE_X, _LARGEST_NORMALISED_X, _NORMALISED_ROWS = 98_304, 61_440, 8
 # Rounds whose sums one row keeps (KEPT_ROUNDS): so few that a thread finishes one output of all of them.
 _STAGES, _MOST_KEPT_ROUNDS = 4, 4
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
@@ -47,12 +49,14 @@ _STARTS_EARLY = 90
 # Half of the warps alone do so (EARLY_WARPS) where a chunk for each would be more than this.
 _HALF_EARLY_LEVEL = 65_536
 # When the next kernel may start (TRIGGER). At 64 rows that is prepare_rows, whose blocks take registers from the next.
-_AT_ONCE, _AT_END, _LATE_TRIGGER_ROWS = 0, 1, 64
+# Product, whether in clusters: of so many rows x would wait behind what the next kernel reads early.
+_AT_ONCE, _AT_END, _BEHIND_X, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
+_ROWS_BEFORE_NEXT = {("qkv", True): 8, ("residual", False): 32}
 # Up to this width of a model all of its products ask for as much shared memory as a multiprocessor has, else none does:
 # it changes the split only while it is idle, so a block that wants another one than its neighbours starts late.
 _NARROW_WIDTH = 2048
-# Weights in so many bits begin to come to the L2 during the product before theirs, for these numbers of rows so many
-# chunks of each warp (other numbers gain nothing, other bits were not measured).
+# Weights in so many bits begin to come to the L2 during the product before theirs: for these numbers of rows so many
+# chunks of each warp, in narrow models of one row's. Other numbers gain nothing, other bits were not measured.
 _AHEAD_BITS, _AHEAD_CHUNKS = 4, {1: 1, 8: 2, 32: 1}
 # What `linear` is of the product that makes queries of latent attention.
 _LATENT_QUERIES = 4
@@ -112,7 +116,8 @@ class PackedPlan:
         """Pieces that the warps read of the weight first, the bytes from one to the next, and those of each. Only of
         products with 4 bits whose warps take whole rows, where it pays that the product before brings them."""
         own, layout = self.constants, self.layout
-        if own.rows not in _AHEAD_CHUNKS or layout.runs > 1 or layout.bits != _AHEAD_BITS:
+        pays = own.rows in _AHEAD_CHUNKS and (own.rows == 1 or _width(layout) > _NARROW_WIDTH)
+        if not pays or layout.runs > 1 or layout.bits != _AHEAD_BITS:
             return None
         chunk = Ring.of(layout, own.rows, own.warps, 1).level // own.warps
         return layout.num_tiles, layout.tile_bytes, min(_AHEAD_CHUNKS[own.rows] * chunk, layout.tile_bytes)
@@ -209,8 +214,14 @@ def _constants(
         own_runs=True if is_ternary_row and shares_runs else None,
         received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),
         smem_bytes=memory.nbytes, row_pitch=row_pitch,
-        trigger=_AT_END if layout.product == "residual" and rows >= _LATE_TRIGGER_ROWS else _AT_ONCE,
+        trigger=_trigger(layout.product, rows, work),
     )  # fmt: skip
+
+
+def _trigger(product: Product, rows: int, work: _Work) -> int:
+    if product == "residual" and rows >= _LATE_TRIGGER_ROWS:
+        return _AT_END
+    return _BEHIND_X if work.exchanges and _ROWS_BEFORE_NEXT.get((product, work.in_clusters)) == rows else _AT_ONCE
 
 
 def _width(layout: PackedLayout) -> int:
@@ -236,7 +247,9 @@ class _Work:
     def of(cls, layout: PackedLayout, rows: int, device: Device) -> _Work:
         whole_x, can_cluster = layout.num_slices * _x_slice(layout, rows), device.whole_clusters > 0
         can_cluster = can_cluster and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
-        largest = _LARGEST_NORMALISED_X if can_cluster and layout.product == "qkv" else _LARGEST_WHOLE_X
+        find_room = can_cluster and layout.num_tiles <= device.whole_clusters * _MOST_RUN_WARPS
+        shares_norm = find_room and layout.product == "qkv" and rows <= _NORMALISED_ROWS
+        largest = _LARGEST_NORMALISED_X if shares_norm else _LARGEST_WHOLE_X
         shared_run = layout.runs == 1 or whole_x > min(largest, device.shared_bytes_per_block // 2)
         copies = layout.runs if shared_run else 1
         exchanges = shared_run and layout.runs > 1
