@@ -119,11 +119,18 @@ class BoundLayers:
 
     def of_each_kind(self) -> BoundLayers:
         """Return the first layer of each kind: layers that differ only in the contents of their arrays launch the same
-        kernels."""
-        kinds = dict[Hashable, BoundLayer]()
-        for layer in self.layers:
-            kinds.setdefault(_kind(layer), layer)
-        return replace(self, layers=tuple(kinds.values()))
+        kernels. One may reach into the next layer: each has one behind it such as in the model, and so has the last."""
+        layers, first = self.layers, dict[Hashable, int]()
+        for number, layer in enumerate(layers):
+            first.setdefault(_kind(layer), number)
+        numbers = sorted(first.values())
+        for number, other in zip(tuple(numbers), (*numbers[1:], None), strict=True):
+            follows = layers[number + 1 : number + 2]
+            if follows and (other is None or _kind(follows[0].mixer) != _kind(layers[other].mixer)):
+                numbers.append(number + 1)
+        if _kind(layers[max(numbers)]) != _kind(layers[-1]):
+            numbers.append(len(layers) - 1)
+        return replace(self, layers=tuple(layers[number] for number in sorted(set(numbers))))
 
     def buffers(self, arrays: Arrays, num_rows: int) -> StepBuffers:
         """Return the workspace of a pass of `num_rows` rows."""

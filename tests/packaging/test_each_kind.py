@@ -1,4 +1,5 @@
-"""A start runs one layer of each kind, which has to load whatever all layers launch: looked up in traces of both."""
+"""A start runs one layer of each kind, and what that reaches into, which have to load whatever all layers launch:
+looked up in traces of both."""
 
 from __future__ import annotations
 
@@ -19,9 +20,14 @@ MODELS = {
     "dense": (big, few, "auto", 2),
     "int4": (big | {"quantization_config": GPTQ}, few, "auto", 2),
     "sparse, fp8": (small, long | {"kv_dtype": "fp8"}, SPARSE, 2),
-    "latent": (shape_config("minicpm3-4b") | layers, few, "auto", 1),
+    "latent": (shape_config("minicpm3-4b") | layers, few, "auto", 2),
+    "latent, int4": (shape_config("minicpm3-4b") | layers | {"quantization_config": GPTQ}, few, "auto", 2),
     "experts": (shape_config("minicpm-moe-8x2b") | layers, few, "auto", 2),
     "lightning": (SALA | layers | {"mixer_types": SALA["mixer_types"][:6]}, few, "auto", 3),
+    "lightning, int4": (
+        SALA | layers | {"mixer_types": 2 * SALA["mixer_types"][:3], "quantization_config": GPTQ},
+        few, "auto", 5,
+    ),
 }
 
 def forward_of(config, engine, sparse, device):
