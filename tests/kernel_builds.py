@@ -291,6 +291,23 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "TREE": 1, "SELECTED": 1},
         {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"FP8": 1, "TREE": 1, "SELECTED": 1},
     ),
+    "attention/qkv_attention.cu": tuple(
+        _PACKED
+        | {"LINEAR": 0, "HEAD_DIM": 64, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0, "STAGES": 3}
+        | {"EARLY_SLOTS": 11}
+        | sizes
+        for sizes in (
+            {"IN_FEATURES": 1024, "GROUP": 8, "HEAD_ROUNDS": 5, "SMEM_BYTES": 53632},
+            {"IN_FEATURES": 256, "GROUP": 4, "HEAD_ROUNDS": 3, "SMEM_BYTES": 33280},
+            {"IN_FEATURES": 640, "GROUP": 1, "HEAD_ROUNDS": 2, "SMEM_BYTES": 27136, "SCALE_GROUP": 32, "ZEROS": 1},
+        )
+    ),
+    "attention/linear_qkv_attention.cu": (
+        {"HEAD_DIM": 64, "GROUP": 8, "IN_FEATURES": 1024, "HEAD_ROUNDS": 5, "STAGES": 3, "SMEM_BYTES": 164480}
+        | {"PORTABLE": 0},
+        {"HEAD_DIM": 64, "GROUP": 3, "IN_FEATURES": 512, "HEAD_ROUNDS": 3, "STAGES": 3, "SMEM_BYTES": 49664}
+        | {"PORTABLE": 0},
+    ),
     "attention/tree_attention.cu": (
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE,
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"ROW_TILES": 3},

@@ -33,6 +33,7 @@ from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
 from cpmrt.cuda.step.launches import masked_launches, run_on_padding, step_launches
+from cpmrt.cuda.step.lengths import Lengths
 from cpmrt.cuda.step.masks import MaskedGraphs, MaskRing
 from cpmrt.cuda.step.memory import buckets, certain_rows, row_counts
 from cpmrt.cuda.step.prompt_passes import PromptPasses
@@ -57,6 +58,7 @@ from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
 from cpmrt.opening import Blueprint
+from cpmrt.ops import SHORT_KEYS
 
 if TYPE_CHECKING:
     from cpmrt.cuda.draft.speculation import Speculation
@@ -95,6 +97,7 @@ class CudaExecutor:
         self._num_logprobs: dict[int, int] = {}
         self._screened: set[int] = set()
         """Slots of sequences for which it pays to screen the head."""
+        self._lengths = Lengths(self._limits.tree_shapes)
         self._closed, self._resources = False, ExitStack()
         self._threads = local()
         """What each calling thread knows: whether the device is current there."""
@@ -161,6 +164,7 @@ class CudaExecutor:
     def submit(self, step: Step) -> Pending:
         """Start the step. Raises RequestError for what the device cannot hold, NoDeviceError after `close`."""
         self._check_open()
+        self._lengths.add(step)
         if isinstance(step, Decode):
             slots = step.slots
             if self._speculation is not None:
@@ -199,8 +203,10 @@ class CudaExecutor:
     def _decode_graph(self, slots: tuple[int, ...]) -> tuple[str, int]:
         """Return which graph decodes these slots without masks."""
         num_rows = _at_least(len(slots), self._row_counts)
-        is_screened = self._forward.screens(num_rows) and self._screened.issuperset(slots)
-        return "screened" if is_screened else "decode", num_rows
+        if self._forward.screens(num_rows) and self._screened.issuperset(slots):
+            return "screened", num_rows
+        is_short = self._forward.shortens(num_rows) and self._lengths.are_within(slots, SHORT_KEYS)
+        return "short" if is_short else "decode", num_rows
 
     def _submit_masked(self, step: Decode) -> Pending:
         """Start a decode step some of whose slots have masks or bring certain tokens."""
@@ -355,7 +361,7 @@ class CudaExecutor:
         after_decode = None if self._speculation is None else self._speculation.after_decode
         launches = step_launches(steps, self._forward, self._buckets, self._row_counts, after_decode)
         for name, launch in launches.items():
-            if isinstance(name, tuple) and name[0] in ("decode", "screened"):
+            if isinstance(name, tuple) and name[0] in ("decode", "screened", "short"):
                 graphs.add_step(name, launch, partial(steps.loop_end, name[1], name[1]))
             else:
                 graphs.add(name, launch)

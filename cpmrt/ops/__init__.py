@@ -2,6 +2,7 @@
 
 from cpmrt.ops.operands import (
     NOTHING,
+    SHORT_KEYS,
     BlockWeight,
     CompressedKeys,
     Fp8Pages,
@@ -23,6 +24,7 @@ from cpmrt.ops.spec import OPS, OpSpec, check_latent_shapes, check_shapes
 __all__ = [
     "NOTHING",
     "OPS",
+    "SHORT_KEYS",
     "BlockWeight",
     "CompressedKeys",
     "Fp8Pages",

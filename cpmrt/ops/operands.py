@@ -5,7 +5,7 @@ The arrays are of the executor's own kind (NumPy or CuPy); shapes are in `ops/sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -18,6 +18,10 @@ FP8_HEADROOM = 64
 meaning it, such as the first of a sequence, have values many times smaller than others."""
 FP8_SCALE_EXPONENTS = (-8, 7)
 """Exponents of the smallest and the largest scale: 2^-8 represents all of fp8 up to 1.75, 2^7 all that fp16 holds."""
+
+
+SHORT_KEYS = 2048
+"""Up to so many keys of a row its attention may be done otherwise than of more, for the same result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Rows:
     """int32 [T]"""
     reach: Any = None
     """int32 [T], the last position that each row of a block looks at, which may lie behind its own; None: its own."""
+    is_short: bool = field(default=False, kw_only=True)
+    """Whether they are expected to see at most SHORT_KEYS keys each. No result depends on it."""
 
     def of_attention(self) -> Rows:
         """Return the rows as attention takes them, which knows no other position than the last one that it reads."""

@@ -41,7 +41,7 @@ class Ops(Protocol):
 
     def qkv(
         self, q: Any, kv: KVPages, x: Any, weights: QkvWeights, rope: Any | None, rows: Rows, eps: float,
-        q_nope: Any = None,
+        q_nope: Any = None, *, is_attended: bool = False,
     ) -> Handoff:  # fmt: skip
         """RMSNorm, fused q/k/v projection, bias, per-head RMSNorm of q and k, RoPE (split halves) of each row's
         position (`rope` None: none); q is stored, k and v go to the pages of its slot, at its location.
@@ -49,7 +49,10 @@ class Ops(Protocol):
         With `kv.compressed` also the compressed key of every window that ends at a row's position, a mean in float32 of
         the stored keys, rounded. Rows of a tree add none: their path is not decided. The windows that end within an
         accepted path are compressed when its keys move to their positions. With its `nope` q and k before RoPE are
-        stored too, q to `q_nope`, and those keys are compressed."""
+        stored too, q to `q_nope`, and those keys are compressed.
+
+        `is_attended`: `decode_attention` of these rows, over all their keys, follows with what this leaves, and may do
+        this op's work too; then q is undefined."""
         ...
 
     def project(

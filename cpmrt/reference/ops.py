@@ -128,6 +128,8 @@ class NumpyOps:
         rows: Rows,
         eps: float,
         q_nope: F32 | None = None,
+        *,
+        is_attended: bool = False,
     ) -> Handoff:
         check_shapes(
             "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,

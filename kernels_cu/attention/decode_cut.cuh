@@ -22,6 +22,9 @@
 #ifndef LISTED_LATE
 #define LISTED_LATE 0  // 1: the list of blocks comes after pdl_wait, pages that are known without it are read before
 #endif
+#ifndef RECEIVED_ROW
+#define RECEIVED_ROW 0  // 1: the newest key and value come through shared memory, those in the pages are not there yet
+#endif
 #if __CUDA_ARCH__ >= 900 && !PORTABLE
 #define IN_CLUSTERS 1  // blocks merge their results in clusters
 #ifndef CLUSTER

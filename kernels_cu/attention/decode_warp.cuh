@@ -86,6 +86,9 @@ struct Stream {
   // Of 32 consecutive steps of the block, one a lane: the first page of the row, the pages' places in memory (-1: there
   // is none in the run).
   int numbers, ids[kAtOnce];
+#if RECEIVED_ROW
+  uint32_t received = 0;  // the newest key, then its value, in shared memory, once they are there
+#endif
 #if LISTED_LATE
   int known_from = 0, skipped_pages = 0;  // in the list: from this place on it is known, by so many less than the block
   int missing = 0;                        // of the first run's pages
@@ -187,6 +190,13 @@ struct Stream {
   DEVICE void load(uint32_t tile, bool is_v, const Place& from, int length, int old = kAllKeys) const {
     const page_t* rows = is_v ? v_rows : k_rows;
     const int valid = length - from.before;
+#if RECEIVED_ROW
+    old = min(old, length - 1);
+    const int newest = length - 1 - from.before, chunk = threadIdx.x & 31;
+    if (received != 0 && from.is_page && newest >= 0 && newest < kKeys && chunk < kCopiedChunks) {
+      store_shared(tile + copied_place(newest, chunk), load_shared(received + is_v * kRowBytes + chunk * 16));
+    }
+#endif
     if (from.is_page) {
       if constexpr (FP8) {
 #pragma unroll
@@ -221,6 +231,13 @@ struct Stream {
       if (source != nullptr) cp_async16(target, source);
       return source != nullptr;
     }
+#if RECEIVED_ROW
+    // The same from where the row was received.
+    DEVICE void take(uint32_t received) const {
+      if (source != nullptr) store_shared(target, load_shared(received + (threadIdx.x & 31) * 16));
+      __syncwarp();
+    }
+#endif
   };
 
   // The ring's first pages but for keys from keys.old on: all that is older than the kernel before this one, which lets

@@ -20,6 +20,24 @@ struct QkvTiles {
   DEVICE int hi(int tile, int row) const { return lo(tile, row) + kHalf; }
 };
 
+#ifdef HEAD_ROUNDS
+// Tile `own` of those that a KV head needs, which eight blocks share: of its GROUP query heads, its key and its value.
+DEVICE int kv_head_tile(int own) {
+  constexpr int kQueryTiles = GROUP * kHeadTiles;
+  const int kv_head = blockIdx.x / 8, num_kv_heads = gridDim.x / 8;
+  if (own < kQueryTiles) return kv_head * kQueryTiles + own;
+  return (num_kv_heads * (own / kHeadTiles) + kv_head) * kHeadTiles + own % kHeadTiles;   // head GROUP is the key, GROUP + 1 the value
+}
+#endif
+
+// Rotates a dimension and its partner. One way to round, whatever the compiler would contract: a row's bits do not depend on
+// TOKEN_TILES.
+DEVICE void rotate(float& lo, float& hi, float cosine, float sine) {
+  const float first = lo;
+  lo = fmaf(first, cosine, -__fmul_rn(hi, sine));
+  hi = fmaf(hi, cosine, __fmul_rn(first, sine));
+}
+
 template <int NT, int PAIRS, bool GUESSES = false>
 struct QkvEpilogue {
   scalar_t *q, *k_pages, *v_pages;
@@ -108,10 +126,7 @@ struct QkvEpilogue {
       if (head < num_heads + num_kv_heads) {
         const int kept = kEarly ? nt : 0;
         if (!kEarly) find_angle(kept, i, tile, row, token);
-        const float c = cosine[kept][i], s = sine[kept][i], first = lo;
-        // One way to round, whatever the compiler would contract: a row's bits do not depend on TOKEN_TILES.
-        lo = fmaf(first, c, -__fmul_rn(hi, s));
-        hi = fmaf(hi, c, __fmul_rn(first, s));
+        rotate(lo, hi, cosine[kept][i], sine[kept][i]);
       }
       if (head < num_heads) {
         out = q + (static_cast<int64_t>(token) * num_heads + head) * HEAD_DIM;

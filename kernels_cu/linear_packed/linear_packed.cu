@@ -119,26 +119,8 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
   finish_sums(out);
 }
 
-// One row, a run of one slice: the products of all rounds side by side, since those of a slice are a chain.
+// One row, a run of one slice: the products of all rounds side by side.
 constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kRunSlices == 1 && kSlots >= KEPT_ROUNDS;
-
-DEVICE void accumulate_rounds(Sums (&out)[KEPT_ROUNDS], const WeightStream& weights, const Activations& x,
-                              const Lane& at) {
-  uint32_t units[KEPT_ROUNDS];
-#pragma unroll
-  for (int round = 0; round < KEPT_ROUNDS; round++) {
-    units[round] = weights.ring + round * kChunkBytes;
-    if (kCopyEngine && at.tile(round) < weights.num_tiles) mbarrier_wait(weights.barriers + round * 8, 0);
-  }
-  if (!kCopyEngine) {
-    cp_async_wait<0>();
-    __syncwarp();
-  }
-  // Sums of a tile that does not exist mean nothing.
-  if (at.slices > 0) multiply_tiles(out, units, x.base() + at.run * kXSliceBytes, at);
-#pragma unroll
-  for (int round = 0; round < KEPT_ROUNDS; round++) finish_sums(out[round]);
-}
 
 // The whole product; x (T, K), or with PREPARED what prepare_rows wrote.
 template <class Epilogue>

@@ -299,3 +299,23 @@ DEVICE void finish_sums(Sums& out) {
 #pragma unroll
     for (int c = 0; c < 4; c++) out[i][c] *= c < 2 ? kSumScale : kSumScale / kHiFactor;
 }
+
+// One row, a run of one slice: the warp's products of all rounds side by side, since those of a slice are a chain.
+template <int ROUNDS>
+DEVICE void accumulate_rounds(Sums (&out)[ROUNDS], const WeightStream& weights, const Activations& x, const Lane& at) {
+  static_assert(ROUNDS <= kSlots && kRunSlices == 1, "a ring holds a slice of each round");
+  uint32_t units[ROUNDS];
+#pragma unroll
+  for (int round = 0; round < ROUNDS; round++) {
+    units[round] = weights.ring + round * kChunkBytes;
+    if (kCopyEngine && at.tile(round) < weights.num_tiles) mbarrier_wait(weights.barriers + round * 8, 0);
+  }
+  if (!kCopyEngine) {
+    cp_async_wait<0>();
+    __syncwarp();
+  }
+  // Sums of a tile that does not exist mean nothing.
+  if (at.slices > 0) multiply_tiles(out, units, x.base() + at.run * kXSliceBytes, at);
+#pragma unroll
+  for (int round = 0; round < ROUNDS; round++) finish_sums(out[round]);
+}

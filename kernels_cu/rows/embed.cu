@@ -25,7 +25,8 @@ DEVICE uint32_t scaled(uint32_t pair, float scale) {
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(embed)(scalar_t* __restrict__ x, const int32_t* token_ids, const int32_t* slots,
                   const scalar_t* __restrict__ table, float scale) {
-  pdl_begin();
+  pdl_wait();
+  pdl_launch_dependents();  // now: qkv_attention reads early what came before this kernel
   const int64_t row = blockIdx.x;
   const int slot = load_now(slots + row), token = load_now(token_ids + row);  // neither waits for the other
   const bool used = slot >= 0;

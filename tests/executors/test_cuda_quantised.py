@@ -133,6 +133,16 @@ def test_a_request_alone_gives_the_same_tokens(together: tuple[Path, list[Any]],
 
 
 @pytest.mark.gpu
+def test_a_request_that_grows_long_gives_the_same_tokens(
+    together: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, expected = together
+    monkeypatch.setattr("cpmrt.cuda.executor.SHORT_KEYS", 70)
+    with LLM(folder, executor="cuda", **SETTINGS) as llm:
+        assert [llm.generate(prompt, SAMPLED).token_ids for prompt in prompts()] == expected
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed_asymmetric", "marlin_row"])
 def test_waves_do_not_change_a_bit(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A staging area for all tensors at once, or for one source after the other."""

@@ -163,7 +163,7 @@ def includers() -> dict[str, set[Path]]:
     """The files that include a header themselves, by its name."""
     found: dict[str, set[Path]] = {}
     for path in kernels_folder().rglob("*.cu*"):
-        for name in re.findall(r'#include "(.*?)"', path.read_text()):
+        for name in re.findall(r'#include "(?:.*/)?(.*?)"', path.read_text()):
             found.setdefault(name, set()).add(path)
     return found
 

@@ -42,8 +42,8 @@ QKV = [(1152, 128, 96), (768, 128, 64), (768, 256, 64), (4608, 4096, 128)]
 READ_OLD_DATA_EARLY = tuple(
     f"attention/{name}.cu"
     for name in (
-        "decode_attention", "tree_attention", "selected_attention", "select_blocks", "pick_blocks", "latent_attention",
-        "latent_attention_wgmma", "absorb_queries", "merge_latents",
+        "decode_attention", "qkv_attention", "linear_qkv_attention", "tree_attention", "selected_attention",
+        "select_blocks", "pick_blocks", "latent_attention", "latent_attention_wgmma", "absorb_queries", "merge_latents",
     )
 ) + ("mixers/lightning_decode.cu", "linear/linear.cu", "linear_packed/linear_packed.cu")
 WEIGHTS_READ_EARLY = {
@@ -57,6 +57,8 @@ OLD_KEYS_LOADS = 16
 BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"})
 """Behind compress_keys blocks are chosen, by kernels of which the last one starts attention after its own wait. Latent
 attention starts early behind two products of which the first one does so; the second has ROW_PITCH."""
+STARTS_NEXT_LATE = ("pick_blocks", "qkv_attention", "linear_qkv_attention", "embed")
+"""Those of q, k, v and attention read early what is older than `embed`, or than that of the layer before."""
 
 
 def disassembler() -> str:
@@ -109,7 +111,7 @@ def test_every_kernel_waits_before_it_reads(compiles: Compiles, file: str, const
     cubin = compiles.module(file, "sm_90", DType.BFLOAT16, constants).cubin
     assert not early_accesses(file, cubin)
     for name, code, wait in functions(cubin):
-        if name.removesuffix("_bf16") in (*BEFORE_ATTENTION, "pick_blocks"):
+        if name.removesuffix("_bf16") in (*BEFORE_ATTENTION, *STARTS_NEXT_LATE):
             starts_next = [i for i, line in enumerate(code) if "PREEXIT" in line]
             is_second = "ROW_PITCH" in constants
             assert starts_next and (min(starts_next) < wait) == is_second, f"{name} starts the next one early, or late"

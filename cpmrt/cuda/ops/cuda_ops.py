@@ -38,7 +38,8 @@ class CudaOps:
         self.copy_columns, self.clear = partial(row_ops.copy_columns, launcher), partial(row_ops.clear, launcher)
         self.gate_rows = partial(row_ops.gate_rows, launcher)
         others_prefer_shared = isinstance(plan, LatentPlan) or "expert_words" in scratch
-        products = Products(device, launcher, gemm, scratch, prefers_shared=others_prefer_shared)
+        heads = plan.decode if isinstance(plan, AttentionPlan) else None
+        products = Products(device, launcher, gemm, scratch, heads, prefers_shared=others_prefer_shared)
         self.qkv, self.project, self.project_residual = products.qkv, products.project, products.project_residual
         self.gate_up, self.lm_head = products.gate_up, products.lm_head
         attention = latent = None

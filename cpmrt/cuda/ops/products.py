@@ -17,6 +17,8 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.attention.decode import DecodePlan
+from cpmrt.cuda.ops.attention.qkv import hold_qkv
 from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, nodes_of, scales_of
@@ -68,14 +70,15 @@ def product_workspace(
 class Products:
     """The ops of `ops.protocol.Ops` that multiply by a weight, for one model.
 
-    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name. `prefers_shared`: as that of
-    `PackedProducts`.
+    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name. `attention`: how the layers' rows
+    attend, if they have heads. `prefers_shared`: as that of `PackedProducts`.
     """
 
     def __init__(
         self, device: Device, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray],
-        *, prefers_shared: bool = False,
+        attention: DecodePlan | None = None, *, prefers_shared: bool = False,
     ):  # fmt: skip
+        self._attention = attention
         self._device, self._launch, self._gemm, self._prefers_shared = device, launcher, gemm, prefers_shared
         self._normed: DeviceArray = arrays["normed"]
         self._qkv: DeviceArray | None = arrays.get("qkv")
@@ -92,8 +95,10 @@ class Products:
         rows: Rows,
         eps: float,
         q_nope: DeviceArray | None = None,
+        *,
+        is_attended: bool = False,
     ) -> Handoff:
-        """Launch the op `qkv`."""
+        """Launch the op `qkv`, or leave it to its attention."""
         nope = kv.compressed.nope if kv.compressed else None
         check_shapes(
             "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
@@ -102,6 +107,10 @@ class Products:
         )  # fmt: skip
         _, num_kv_heads, _, head_dim = kv.k.shape
         num_positions = 0 if rope is None else rope.shape[1]
+        if is_attended and self._attention is not None and q_nope is None and not rows.is_prefill:
+            held = hold_qkv(self._attention, self._device, kv, x, weights, rope, rows, eps)
+            if held is not None:
+                return Handoff(held)
         counts = len(x), q.shape[1] // head_dim, num_kv_heads, rows.block_tables.shape[1], num_positions
         places = rope, rows.positions, rows.locations, rows.slots, rows.block_tables
         rest = (*places, *map(np.int32, counts), np.float32(eps))

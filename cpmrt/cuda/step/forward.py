@@ -11,6 +11,8 @@ import numpy as np
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.attention.attention import AttentionPlan
+from cpmrt.cuda.ops.attention.qkv import joins_attention
 from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import accept_nodes, compress_path
@@ -44,6 +46,9 @@ class StepForward:
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
         plan = attention_plan(config, device, caches, max_rows=len(arrays["x"]))
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
+        self._joins, weight = False, arrays.get("layers.0.qkv")
+        if isinstance(plan, AttentionPlan) and plan.selection is None and weight is not None:
+            self._joins = joins_attention(weight, plan.decode, device)
         self.screen: ScreenedHead | None = None
         if f"{COPY}.codes" in arrays:
             head = self._model.head
@@ -69,6 +74,8 @@ class StepForward:
             self.decode(count)
             if self.screens(count):
                 self.decode(count, is_screened=True)
+            if self.shortens(count):
+                self.decode(count, is_short=True)
         self.head_of_first_row()
 
     def chunk(self, num_rows: int) -> None:
@@ -79,12 +86,16 @@ class StepForward:
         """Whether the head of a decode step of so many rows can be screened."""
         return self.screen is not None and num_rows <= MOST_ROWS
 
-    def decode(self, num_rows: int, *, is_screened: bool = False) -> None:
+    def shortens(self, num_rows: int) -> bool:
+        """Whether a decode step of so many rows launches something else for short ones."""
+        return num_rows == 1 and self._joins
+
+    def decode(self, num_rows: int, *, is_screened: bool = False, is_short: bool = False) -> None:
         """Rows of at most MAX_ROWS sequences through every layer and the head.
 
-        `is_screened`: logits of tokens that no row can choose are -infinity.
+        `is_screened`: logits of tokens that no row can choose are -infinity. `is_short`: as `Rows` has it.
         """
-        x = self._layers(num_rows)
+        x = self._layers(num_rows, is_short=is_short)
         logits = self._arrays["logits"][:num_rows]
         if is_screened:
             assert self.screen is not None, "planned without a screen"
@@ -111,11 +122,13 @@ class StepForward:
             states, chain, decay = (a[f"lightning_{name}"] for name in ("states", "chain", "decay"))
             accept_chain(self._launch, states, chain, decay, a["draft_tree"])
 
-    def _layers(self, num_rows: int, *places: Any, first_state: int = 0, is_prefill: bool = False) -> Any:
+    def _layers(
+        self, num_rows: int, *places: Any, first_state: int = 0, is_prefill: bool = False, is_short: bool = False
+    ) -> Any:
         """The rows at the front of the buffers; returns the last layer's outputs."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
-        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places)
+        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places, is_short=is_short)
         hidden = arrays["hidden"][first_state : first_state + num_rows] if "hidden" in arrays else None
         return self._model.forward(self.ops, arrays, rows, hidden)
 

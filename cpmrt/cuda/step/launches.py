@@ -34,8 +34,8 @@ def step_launches(
     after_decode: Callable[[int], None] | None,
 ) -> dict[Hashable, Callable[[], None]]:
     """Return by name of its graph what admits a sequence, recalls cached tokens, prefills a chunk of each bucket, gives
-    its first token, and decodes each number of rows, with the head screened ("screened") too where it can be.
-    `after_decode(rows)` ends a decode step, unless it is None."""
+    its first token, and decodes each number of rows, with the head screened ("screened") too where it can be, and of
+    short ones ("short") where that is something else. `after_decode(rows)` ends a decode step, unless it is None."""
 
     def first() -> None:
         steps.first_begin()
@@ -47,9 +47,9 @@ def step_launches(
         forward.chunk(bucket)
         steps.prefill_end()
 
-    def decode(num_rows: int, *, is_screened: bool = False) -> None:
+    def decode(num_rows: int, **kind: bool) -> None:
         steps.step_begin(num_rows)
-        forward.decode(num_rows, is_screened=is_screened)
+        forward.decode(num_rows, **kind)
         steps.sample(num_rows)
         if after_decode is not None:
             after_decode(num_rows)
@@ -57,8 +57,12 @@ def step_launches(
     plain: dict[Hashable, Callable[[], None]] = {"admit": steps.admit, "recall": steps.recall, "first": first}
     chunks = {("prefill", bucket): partial(prefill, bucket) for bucket in buckets}
     decodes = {("decode", rows): partial(decode, rows) for rows in row_counts}
-    few = [rows for rows in row_counts if forward.screens(rows)]
-    return plain | chunks | decodes | {("screened", rows): partial(decode, rows, is_screened=True) for rows in few}
+    for rows in row_counts:
+        if forward.screens(rows):
+            decodes["screened", rows] = partial(decode, rows, is_screened=True)
+        if forward.shortens(rows):
+            decodes["short", rows] = partial(decode, rows, is_short=True)
+    return plain | chunks | decodes
 
 
 def masked_launches(

@@ -145,7 +145,10 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
     source, rope = scratch.joined if layer.reads_joined else step.x, scratch.rope if mixer.rope else None
     if mixer.output_gate:
         ops.project(scratch.gate, source, bound.qkv.norm, bound.gate, step.eps, is_prefill=rows.is_prefill)
-    after = ops.qkv(q, pages, source, bound.qkv, rope, rows, step.eps, scratch.q_nope)
+    sees_all = mixer.sparse is None and mixer.window == 0
+    after = ops.qkv(
+        q, pages, source, bound.qkv, rope, rows, step.eps, scratch.q_nope, is_attended=sees_all and not rows.is_prefill
+    )
     if mixer.sparse is not None:
         queries = scratch.q_nope if mixer.sparse.use_nope else q
         ops.select_blocks(scratch.blocks, queries, pages, rows, scale, mixer.sparse)

@@ -15,6 +15,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import Operands, prefill
 from cpmrt.cuda.ops.attention.decode import AttentionLaunch, AttentionScratch, DecodePlan, attend_rows
+from cpmrt.cuda.ops.attention.qkv import HeldQkv, attend_held
 from cpmrt.cuda.ops.attention.selected import SelectedChunkPlan, attend_selected_chunk, dense_rows, selected_launch
 from cpmrt.cuda.ops.attention.tree import shares_pages, tree_launch
 from cpmrt.cuda.ops.kv import is_fp8
@@ -104,6 +105,10 @@ class AttentionOps:
             "decode_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions, tree_masks=rows.tree_masks,
             tree_base=rows.tree_base, blocks=selection and selection.blocks,
         )  # fmt: skip
+        if isinstance(after.prepared, HeldQkv):
+            assert window == 0 and selection is None, "held for a row that sees everything"
+            attend_held(self._launch, after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
+            return
         is_tree, is_selected = rows.tree_masks is not None, selection is not None
         one = step_launch(self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected)
         given = Operands(out, q, kv, rows, scale, selection)

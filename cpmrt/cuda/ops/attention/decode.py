@@ -162,6 +162,11 @@ class DecodePlan:
             sizes=(self.num_splits,),
         )
 
+    @property
+    def row_bytes(self) -> int:
+        """Return the shared memory of a block for one plain row."""
+        return self._shared_bytes(self.constants)
+
     def _of_rows(self, rows: int, constants: DecodeConstants) -> DecodeConstants:
         """Return the constants for several plain rows over 16-bit pages: a block to each run while all clusters find
         room at once, then fewer blocks a row, so that no row has to wait for another's end."""

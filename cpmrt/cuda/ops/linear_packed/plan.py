@@ -186,11 +186,28 @@ def plan_heads(layout: PackedLayout, num_heads: int, device: Device, row_pitch: 
         return None
     ring = Ring.of(layout, 1, _HEAD_WARPS, rounds)
     work = _Work(False, False, False, _HEAD_WARPS, num_heads, rounds, rounds, ring)
+    return _plan_row(layout, device, work, row_pitch)
+
+
+def plan_kv_heads(layout: PackedLayout, num_kv_heads: int, device: Device) -> PackedPlan | None:
+    """Plan the product "qkv" of one row, normalised, of which eight blocks make what a KV head needs, and hold the
+    weights of all their rounds; None where it does not fit."""
+    rounds, rest = divmod(layout.num_tiles, num_kv_heads * RUNS)
+    rounds += rest > 0
+    if layout.runs != RUNS or layout.run_slices > 1 or rounds > MAX_SLOTS:
+        return None
+    ring = Ring.of(layout, 1, RUNS, rounds)
+    if ring.slots < rounds:
+        return None
+    return _plan_row(layout, device, _Work(False, False, False, RUNS, num_kv_heads * RUNS, rounds, 1, ring))
+
+
+def _plan_row(layout: PackedLayout, device: Device, work: _Work, row_pitch: int | None = None) -> PackedPlan:
     memory = _Memory.of(layout, 1, device, work, is_fed=False)
     constants = _constants(
         layout, 1, device, work, memory, normalises=True, prepared=False, row_pitch=row_pitch
     )  # fmt: skip
-    return PackedPlan(layout, constants, num_heads, _HEAD_WARPS * 32, memory.nbytes, prefers_shared=True)
+    return PackedPlan(layout, constants, work.grid, work.warps * 32, memory.nbytes, prefers_shared=True)
 
 
 def _constants(

@@ -1,0 +1,167 @@
+"""The product qkv and the attention of one row in one launch, where both take little longer than a kernel's edges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.attention import HeadConstants, Operands
+from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
+from cpmrt.cuda.ops.linear import plan_linear
+from cpmrt.cuda.ops.linear_packed.constants import LinearPackedConstants
+from cpmrt.cuda.ops.linear_packed.layout import TILE_ROWS, PackedLayout, PackedWeight, Weight, whole_lines
+from cpmrt.cuda.ops.linear_packed.plan import plan_kv_heads
+from cpmrt.ops import Fp8Pages, KVPages, QkvWeights, Rows
+
+_CAPABILITY, _BITS, _MOST_HEADS, _THREADS = 90, 4, 8, 256
+_CLUSTER = 8
+"""Blocks that share the rows of a KV head, and warps that share a tile, each with a run of K."""
+# In 4 bits blocks find room beside those of a gate_up product, which take a little more than half of a
+# multiprocessor's memory; in 16 bits they have it for themselves, but for what the kernel takes beside this.
+_MOST_SHARE, _MOST_SHARE_16 = 0.48, 0.99
+_UNIT_COLUMNS, _UNIT_BYTES = 64, 2048  # of a tile with weights in 16 bits
+_SQUARE_BYTES, _ROUND_BYTES = 128, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkvAttentionConstants(LinearPackedConstants):
+    """Compile-time constants of qkv_attention.cu: those of the product, query heads of a KV head, tiles of a block."""
+
+    head_dim: int
+    group: int
+    head_rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearQkvAttentionConstants(HeadConstants):
+    """Compile-time constants of linear_qkv_attention.cu, which explains them."""
+
+    in_features: int
+    head_rounds: int
+    stages: int
+    smem_bytes: int
+    portable: bool = False
+
+
+QKV_ATTENTION = KernelSpec(
+    "qkv_attention", "attention/qkv_attention.cu", "decode_attention", QkvAttentionConstants, hot=True, arch="sm_90"
+)
+LINEAR_QKV_ATTENTION = KernelSpec(
+    "linear_qkv_attention", "attention/linear_qkv_attention.cu", "decode_attention", LinearQkvAttentionConstants,
+    hot=True, arch="sm_90",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QkvAttentionPlan:
+    """One launch of `kernel`, of eight blocks for each KV head."""
+
+    kernel: KernelSpec
+    constants: QkvAttentionConstants | LinearQkvAttentionConstants
+    grid: int
+    shared_bytes: int
+    num_splits: int
+
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], layout: PackedLayout | None, decode: DecodePlan, device: Device
+    ) -> QkvAttentionPlan | None:
+        """Plan for a weight of this shape, in 16 bits without a layout; None where two launches are left."""
+        own, num_kv_heads = decode.constants, decode.units
+        rows = num_kv_heads * (own.group + 2) * own.head_dim
+        fits = device.capability == _CAPABILITY and decode.cluster == _CLUSTER and own.group <= _MOST_HEADS
+        rounds = -(-rows // TILE_ROWS // (num_kv_heads * _CLUSTER))
+        if not fits or own.fp8 or shape[0] != rows or rounds > _THREADS // 32:
+            return None
+        constants: QkvAttentionConstants | LinearQkvAttentionConstants | None
+        if layout is None:
+            kernel, constants, share = LINEAR_QKV_ATTENTION, _plain(shape, decode, rounds, device), _MOST_SHARE_16
+        else:
+            kernel, constants, share = QKV_ATTENTION, _packed(layout, decode, rounds, device), _MOST_SHARE
+        shared_bytes = decode.row_bytes + (0 if constants is None else constants.smem_bytes)
+        if constants is None or shared_bytes > device.shared_bytes_per_block * share:
+            return None
+        return cls(kernel, constants, num_kv_heads * _CLUSTER, shared_bytes, decode.num_splits)
+
+
+def _packed(layout: PackedLayout, decode: DecodePlan, rounds: int, device: Device) -> QkvAttentionConstants | None:
+    product = plan_kv_heads(layout, decode.units, device) if layout.bits == _BITS else None
+    if product is None:
+        return None
+    held = {field.name: getattr(product.constants, field.name) for field in fields(product.constants)}
+    held |= {"stages": decode.constants.stages, "smem_bytes": whole_lines(product.shared_bytes)}
+    return QkvAttentionConstants(**held, group=decode.constants.group, head_rounds=rounds)
+
+
+def _plain(
+    shape: tuple[int, ...], decode: DecodePlan, rounds: int, device: Device
+) -> LinearQkvAttentionConstants | None:
+    """The product's runs are those of eight warps of one block; None where they are not."""
+    own, units = decode.constants, shape[1] // _UNIT_COLUMNS
+    alone = plan_linear("qkv", shape, 1, device, head_dim=own.head_dim)
+    if shape[1] % (_UNIT_COLUMNS * _CLUSTER) or alone.constants.cluster > 1:
+        return None
+    received = 2 * own.head_dim * 2 + rounds * _ROUND_BYTES
+    smem_bytes = whole_lines(units * rounds * _UNIT_BYTES + _SQUARE_BYTES + received)
+    return LinearQkvAttentionConstants(
+        own.head_dim, own.group, in_features=shape[1], head_rounds=rounds, stages=own.stages, smem_bytes=smem_bytes
+    )
+
+
+_plan = lru_cache(maxsize=64)(QkvAttentionPlan.of)
+
+
+def _plan_of(weight: Weight, decode: DecodePlan, device: Device) -> QkvAttentionPlan | None:
+    if not isinstance(weight, PackedWeight):
+        return _plan(weight.shape, None, decode, device)
+    return None if weight.perm is not None else _plan(weight.shape, weight.layout, decode, device)
+
+
+def joins_attention(weight: Weight, decode: DecodePlan, device: Device) -> bool:
+    """Whether the product with this weight and the attention of one short row may be one launch."""
+    return _plan_of(weight, decode, device) is not None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeldQkv:
+    """The op `qkv` of one row, which is left to the kernel of its attention, and what that takes."""
+
+    plan: QkvAttentionPlan
+    x: DeviceArray
+    norm: DeviceArray
+    weight: DeviceArray
+    rope: DeviceArray
+    eps: float
+
+
+def hold_qkv(
+    decode: DecodePlan, device: Device, kv: KVPages, x: DeviceArray, weights: QkvWeights, rope: DeviceArray | None,
+    rows: Rows, eps: float,
+) -> HeldQkv | None:  # fmt: skip
+    """Return the op to be launched with its attention; None where it is launched alone."""
+    weight: Weight = weights.weight
+    extras = (weights.bias, weights.q_norm, weights.k_norm, rows.locations, rows.tree_masks, rows.reach, kv.compressed)
+    if len(x) > 1 or not rows.is_short or any(extra is not None for extra in extras) or isinstance(kv.k, Fp8Pages):
+        return None
+    if rope is None or weights.norm is None or x.shape[1] != weight.shape[1]:
+        return None
+    data, plan = weight.data if isinstance(weight, PackedWeight) else weight, _plan_of(weight, decode, device)
+    return None if plan is None else HeldQkv(plan, x, weights.norm, data, rope, eps)
+
+
+def attend_held(launch: Launcher, held: HeldQkv, scratch: AttentionScratch, given: Operands) -> None:
+    """Launch the kernel of the plan for the row."""
+    plan, kv, rows = held.plan, given.kv, given.rows
+    sizes = map(np.int32, (plan.num_splits, rows.block_tables.shape[1], held.rope.shape[1]))
+    launch(
+        plan.kernel, plan.constants, plan.grid, _THREADS,
+        given.out, scratch.partials, scratch.arrivals, kv.k, kv.v, held.x, held.norm, held.weight, held.rope,
+        rows.positions, rows.slots, rows.block_tables, *sizes, np.float32(held.eps), np.float32(given.scale),
+        smem=plan.shared_bytes, prefers_shared=True,
+    )  # fmt: skip

@@ -1,0 +1,53 @@
+"""Which decode steps are of short rows, as far as the host knows, and what a start compiles for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpmrt.bench.shapes import gptq_config, shape_config
+from cpmrt.config import EngineConfig, TreeShape
+from cpmrt.cuda.assembly import CudaTarget
+from cpmrt.cuda.precompile import known_device, modules_of
+from cpmrt.cuda.step.lengths import Lengths
+from cpmrt.executor import Decode, Prefill, Release, Speculate
+from cpmrt.opening import described
+from cpmrt.weights.model_folder import ModelFolder
+
+
+def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
+    lengths = Lengths((TreeShape(2, 4, 12), TreeShape(5, 1, 6)))
+    assert lengths.are_within((0, 3), 0)
+    lengths.add(Prefill(3, (7,) * 64, 0, False))
+    lengths.add(Prefill(3, (7,) * 10, 64, True))
+    assert lengths.are_within((3,), 74) and not lengths.are_within((3,), 73)
+    lengths.add(Decode((3, 1)))
+    lengths.add(Decode((1, 3), certain=((), (5, 6))))
+    assert lengths.are_within((3,), 78) and not lengths.are_within((3,), 77) and lengths.are_within((1,), 2)
+    lengths.add(Speculate((3,), 1))
+    lengths.add(Speculate((1,)))
+    lengths.add(Release(3))
+    assert lengths.are_within((1, 3), 84) and not lengths.are_within((1, 3), 83) and lengths.are_within((1,), 5)
+    lengths.add(Prefill(3, (1, 2), 0, True))
+    assert lengths.are_within((3,), 2)
+
+
+@pytest.mark.parametrize(("shape", "changes", "arch", "kernel"), [
+    ("minicpm4-0.5b", {"quantization_config": gptq_config()}, "sm_90", "qkv_attention"),
+    ("minicpm4-0.5b", {}, "sm_90", "linear_qkv_attention"),
+    ("minicpm4-0.5b", {}, "sm_80", None),
+    ("minicpm5-1b", {"quantization_config": gptq_config()}, "sm_90", None),
+])  # fmt: skip
+def test_a_start_compiles_the_kernel_of_short_rows(
+    tmp_path: Path, shape: str, changes: dict[str, Any], arch: str, kernel: str | None
+) -> None:
+    config = shape_config(shape) | {"num_hidden_layers": 1} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    device = known_device(arch)
+    model = ModelFolder.open(str(tmp_path), weights=False)
+    blueprint = described(model, EngineConfig(load_format="dummy", max_context=4096), CudaTarget(device), None, "auto")
+    found = [file for file, _ in modules_of(blueprint, device) if file.endswith("qkv_attention.cu")]
+    assert found == ([f"attention/{kernel}.cu"] if kernel else [])
