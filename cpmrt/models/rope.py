@@ -18,8 +18,8 @@ from cpmrt.config import ModelConfig, RopeConfig
 from cpmrt.dtypes import F32
 
 F64 = NDArray[np.float64]
-PIECE = 2048
-"""Positions that are computed at a time: their float64 angles take a MiB for heads of 128."""
+PIECE = 1024
+"""Positions that are computed at a time: their float64 angles take half a MiB for heads of 128."""
 _THREADS = 8
 """Pieces that are computed at once. One thread needs 0.25 s for 128K positions of such heads."""
 
