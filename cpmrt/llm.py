@@ -14,8 +14,8 @@ from cpmrt.collector import no_collections
 from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
-from cpmrt.errors import ConfigError, CpmrtError, quoted
-from cpmrt.executor_choice import begin_device, on_executor
+from cpmrt.errors import CpmrtError
+from cpmrt.executor_choice import begin_device
 from cpmrt.keywords import checks_keywords
 
 # A start has the driver create its context while it imports the rest, which takes as long (`LLM.__init__`).
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from cpmrt.sharing.jobs import Generation, Job, Reading
     from cpmrt.sharing.shared_engine import SharedEngine
     from cpmrt.sharing.text_stream import TextStream
-    from cpmrt.text import Tokenizer
 
 SAMPLING_HINTS = {
     **{each.name: f"pass params=SamplingParams({each.name}=...)" for each in fields(SamplingParams)},
@@ -106,7 +105,6 @@ class LLM:
         speculate: str | Mapping[str, Any] = "auto",
         on_step: StepListener | None = None,
     ):
-        _check_sources(model=model, draft=draft)
         budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
         settings = EngineConfig(
             executor, dtype, max_context, budget, load_format, seed, prefill_chunk, max_sequences,
@@ -115,30 +113,23 @@ class LLM:
         )  # fmt: skip
         begin_device(settings)
         from cpmrt.engine import Engine
+        from cpmrt.loaded_model import load_model
         from cpmrt.prefixes.prefixes import Prefixes
-        from cpmrt.text import ChatTemplate, Tokenizer
-        from cpmrt.weights.draft_folder import with_speculation
-        from cpmrt.weights.model_folder import ModelFolder
 
-        is_dummy = load_format == "dummy"
-        folder = ModelFolder.open(model, revision=revision, weights=False, hf_overrides=hf_overrides, sparse=sparse)
-        # Random weights need no tokenizer; a real checkpoint has one.
-        open_tokenizer = Tokenizer.open_if_there if is_dummy else Tokenizer.open
-        self.tokenizer: Tokenizer | None = open_tokenizer(folder.path, vocab_size=folder.config.vocab_size)
-        if folder.lacks_weights and not is_dummy:
-            on_executor(folder, settings, lambda assembly: assembly.fetch_weights(folder, settings))
-        settings = with_speculation(settings, folder, draft, speculate)
-        self.config: ModelConfig = folder.config
-        self.sampling_defaults: SamplingDefaults = folder.sampling
+        loaded = load_model(
+            model, settings, revision=revision, hf_overrides=hf_overrides, sparse=sparse, draft=draft,
+            speculate=speculate,
+        )  # fmt: skip
         self._seed, self._name = seed, "the bundled model" if model is None else str(model)
-        self.chat_template = ChatTemplate.open(folder.path)
-        self._executor, self._plan = on_executor(
-            folder, settings, lambda assembly: assembly.open_executor(folder, settings)
-        )
+        self._executor, self._plan = loaded.executor, loaded.plan
+        self.config: ModelConfig = loaded.folder.config
+        self.sampling_defaults: SamplingDefaults = loaded.folder.sampling
+        self.tokenizer, self.chat_template = loaded.tokenizer, loaded.chat_template
         self._prefixes = Prefixes(
-            folder, settings, self._plan, lambda: self.engine, lambda reading: self._shared.run([reading])
+            loaded.folder, loaded.settings, loaded.plan, lambda: self.engine, lambda job: self._shared.run([job])
         )
-        self.use(Engine(self._executor, on_step, prefix_cache=prefix_cache, adaptive=settings.drafts_adaptively))
+        adaptive = loaded.settings.drafts_adaptively
+        self.use(Engine(loaded.executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive))
 
     def use(self, engine: Engine) -> None:
         """Run everything on this engine from now on: tests bring one of their own."""
@@ -403,9 +394,3 @@ class LLM:
 
 def _ignore(job: Job) -> None:
     """Take no note of a job that has ended."""
-
-
-def _check_sources(**sources: object) -> None:
-    for name, value in sources.items():
-        if value is not None and not isinstance(value, (str, Path)):
-            raise ConfigError(name, expected="a folder or a hub id", actual=quoted(value))
