@@ -220,8 +220,11 @@ class ReferenceExecutor:
             array[:, list(pages)] = contents[name]
 
     def close(self) -> None:
-        self._closed = True
-        self._arrays, self._running = {}, {}
+        """Let go of all arrays, so that their memory is free even while somebody still holds the executor."""
+        if not self._closed:
+            self._closed, self._drafter = True, None
+            self._arrays, self._running = {}, {}
+            del self._model
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,6 +1,8 @@
 """The public API on small random checkpoints: text in and out, limits, cancellation, scores, errors."""
 
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -175,6 +177,20 @@ def test_closed_models_refuse(checkpoint):
     llm.close()
     with pytest.raises(ClosedError, match="closed"):
         llm.generate([1, 2])
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}], ids=["plain", "drafted"])
+def test_what_is_closed_has_freed_its_memory(checkpoint, settings):
+    """At once: who opens one model after the other need not wait for a collection of garbage."""
+    gc.disable()
+    try:
+        llm = LLM(checkpoint, executor="reference", **settings)
+        llm.generate([1, 2, 1, 2, 1], SamplingParams(max_new_tokens=4))
+        arena = weakref.ref(llm.executor.array("norm").base)
+        llm.close()
+        assert arena() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("arguments", "error", "words"), [
