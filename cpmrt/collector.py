@@ -7,21 +7,25 @@ one afterwards would look through them all, unless they count as old.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """No collection of garbage in this process meanwhile, unless somebody asks for one. What is there at the end counts
-    as old: a collection of the oldest generation looks at it."""
-    were_on = gc.isenabled()
+    """No collection of garbage in this process meanwhile, unless somebody asks for one.
+
+    Where modules were imported, what is there at the end counts as old: only a collection of the oldest generation looks
+    at it. Elsewhere it does not, since that comes seldom: models opened and closed in turn would pile up.
+    """
+    were_on, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         if were_on:
-            if not gc.get_freeze_count():  # nobody has frozen anything, which this would thaw
+            if len(sys.modules) > modules and not gc.get_freeze_count():  # else this would thaw what somebody froze
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

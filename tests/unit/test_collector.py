@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +41,26 @@ def test_two_starts_at_once_leave_them_on() -> None:
         second.__enter__()
     second.__exit__(None, None, None)
     assert gc.isenabled()
+
+
+def test_garbage_of_later_starts_goes_with_the_next_collection() -> None:
+    class Knot:
+        def __init__(self) -> None:
+            self.itself = self
+
+    with no_collections():
+        alive = weakref.ref(Knot())
+    gc.collect(0)
+    assert alive() is None
+
+
+def test_what_imports_leave_counts_as_old() -> None:
+    kept = []
+    with no_collections():
+        sys.modules["a_module_of_this_test"] = sys
+        kept.append([])
+    del sys.modules["a_module_of_this_test"]
+    assert any(each is kept[0] for each in gc.get_objects(2))
 
 
 def test_a_start_that_fails_leaves_them_on(tmp_path: object) -> None:
