@@ -6,9 +6,11 @@ LongRoPE (arXiv 2402.13753); Llama 3.1's frequency bands; with the defaults of t
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from math import ceil, floor, log, pi, sqrt
 
 import numpy as np
@@ -20,7 +22,7 @@ from cpmrt.dtypes import F32
 F64 = NDArray[np.float64]
 PIECE = 1024
 """Positions that are computed at a time: their float64 angles take half a MiB for heads of 128."""
-_THREADS = 8
+_MOST_THREADS = 8
 """Pieces that are computed at once. One thread needs 0.25 s for 128K positions of such heads."""
 
 
@@ -35,17 +37,27 @@ def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: in
 
 def rope_pieces(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> Iterator[F32]:
     """Yield the values of `rope_table` in the order of memory: float32 [at most PIECE, head_dim / 2] at a time."""
-    pending = deque[Future[F32]]()
-    with ThreadPoolExecutor(_THREADS) as pool:
+    pending, threads = deque[Future[F32]](), min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads) as pool:
         for function in (np.cos, np.sin):
             for positions, inv_freq, attention_factor in _stretches(config, head_dim, num_positions, limit):
                 for start in range(positions.start, positions.stop, PIECE):
                     some = range(start, min(start + PIECE, positions.stop))
-                    pending.append(pool.submit(_piece, function, some, inv_freq, attention_factor))
-                    if len(pending) > _THREADS:
+                    pending.append(_begin(pool, partial(_piece, function, some, inv_freq, attention_factor)))
+                    if len(pending) > threads:
                         yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
+
+
+def _begin(pool: ThreadPoolExecutor, compute: Callable[[], F32]) -> Future[F32]:
+    """Have a thread compute, or do it here where the system starts no thread: a stack counts against a memory limit."""
+    try:
+        return pool.submit(compute)
+    except RuntimeError:
+        done = Future[F32]()
+        done.set_result(compute())
+        return done
 
 
 def _piece(function: Callable[[F64], F64], positions: range, inv_freq: F64, attention_factor: float) -> F32:

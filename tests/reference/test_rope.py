@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -134,6 +135,21 @@ def test_longrope_by_length_rotates_each_position_by_the_list_of_its_length():
     assert np.array_equal(table[:, :1024], rope_table(by_context, 1024, 1024))
     assert np.array_equal(rope_table(by_length, 500, 8192), table[:, :500])
     assert not np.array_equal(table[:, 5], rope_table(by_context, 8192, 8192)[:, 5])
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_system_that_starts_no_more_threads_gives_the_same_table(monkeypatch, started):
+    config, threads = ModelConfig.from_hf(LLAMA), iter(range(started))
+    expected = rope_table(config, 8192, 8192)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if next(threads, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert np.array_equal(rope_table(config, 8192, 8192), expected)
 
 
 @pytest.mark.parametrize(("theta", "head_dim"), [(10000.0, 64), (5e6, 128), (1e6, 96)], ids=["1e4", "5e6", "1e6"])
