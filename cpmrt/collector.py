@@ -16,8 +16,8 @@ from contextlib import contextmanager
 def no_collections() -> Iterator[None]:
     """No collection of garbage in this process meanwhile, unless somebody asks for one.
 
-    Where modules were imported, what is there at the end counts as old: only a collection of the oldest generation looks
-    at it. Elsewhere it does not, since that comes seldom: models opened and closed in turn would pile up.
+    Where modules were imported, what is there at the end counts as old: a collection of the oldest generation alone
+    looks at it. Elsewhere it does not, since that comes seldom: models opened and closed in turn would pile up.
     """
     were_on, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
