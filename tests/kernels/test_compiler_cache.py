@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import os
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -279,6 +281,26 @@ def test_missing_bindings_are_named_with_the_wheel_to_install(
     monkeypatch.setattr(nvrtc, "version", lambda: None)
     with pytest.raises(KernelCompileError, match=r'cuda\.bindings cannot be imported.*pip install "cuda-bindings=='):
         build("plain.cu")
+
+
+def test_cubins_of_a_folder_that_cannot_be_written_are_found_beside_new_ones(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those that `cpmrt compile` has made for an image."""
+    shipped = cubin_cache.store("a" * 64, "13.0", b"one")
+
+    def refuse(dir: Path, **_: object) -> tuple[int, str]:
+        if Path(dir) == shipped.parent:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return mkstemp(dir=dir)
+
+    mkstemp = tempfile.mkstemp
+    monkeypatch.setattr(cubin_cache.tempfile, "mkstemp", refuse)
+    cubin_cache.keep("v" * 64, "12", b"agrees", "verdict")
+    assert cubin_cache.folder() == shipped.parent and cubin_cache.find("v" * 64, "12", "verdict") is None
+    with pytest.warns(RuntimeWarning, match="cannot be kept"):
+        made = cubin_cache.store("b" * 64, "13.0", b"two")
+    assert cubin_cache.find("a" * 64, "13.0") == shipped and cubin_cache.find("b" * 64, "13.0") == made
 
 
 def test_what_another_process_has_stored_or_taken_away_is_seen(sources: Path) -> None:

@@ -101,7 +101,7 @@ def test_verdicts_are_no_cubins() -> None:
     assert all(cubin_cache.find(path.name.partition(".")[0], None) is None for path in kept)
 
 
-@pytest.mark.filterwarnings("ignore:compiled kernels cannot be kept")
+@pytest.mark.filterwarnings("error")
 def test_without_a_folder_to_write_to_each_process_tries_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "file"))

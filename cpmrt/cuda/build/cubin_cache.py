@@ -13,6 +13,7 @@ import os
 import tempfile
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from cpmrt import env
@@ -23,12 +24,12 @@ _CONTENT_DIGITS = 32
 
 def find(key: str, compiler: str | None, kind: str = CUBIN) -> Path | None:
     """Return the intact file of `key`, by any compiler if `compiler` is None; damaged ones are removed."""
-    target = folder()
-    for name in sorted(_names(target).get(key, ()), reverse=True):
-        if _is_wanted(name.removeprefix(f"{key}."), compiler, kind):
-            if _is_intact(target / name):
-                return target / name
-            _remove(target / name)
+    for target in _folders():
+        for name in sorted(_names(target).get(key, ()), reverse=True):
+            if _is_wanted(name.removeprefix(f"{key}."), compiler, kind):
+                if _is_intact(target / name):
+                    return target / name
+                _remove(target / name)
     return None
 
 
@@ -56,21 +57,32 @@ def _names(target: Path) -> dict[str, list[str]]:
 _listed: dict[Path, tuple[int, dict[str, list[str]]]] = {}
 
 
-def store(key: str, compiler: str, content: bytes, kind: str = CUBIN) -> Path:
-    """Publish a file atomically. Where the cache cannot be written, it goes to a folder that dies with the process."""
-    name = f"{key}.{compiler}.{_digest(content)}.{kind}"
+def store(key: str, compiler: str, cubin: bytes) -> Path:
+    """Publish a cubin atomically. Where the cache cannot be written, it goes to a folder that dies with the process."""
+    name = f"{key}.{compiler}.{_digest(cubin)}.{CUBIN}"
     target = folder()
     try:
-        return _write(target, name, content)
+        return _write(target, name, cubin)
     except OSError as error:
-        return _write(_temporary_folder(target, error), name, content)
+        return _write(_temporary_folder(target, error), name, cubin)
+
+
+def keep(key: str, version: str, content: bytes, kind: str) -> None:
+    """Publish what each start could find out again, if the cache can be written."""
+    with suppress(OSError):
+        _write(folder(), f"{key}.{version}.{_digest(content)}.{kind}", content)
 
 
 def folder() -> Path:
-    """Return the folder in which cubins are looked for and kept."""
+    """Return the folder in which cubins are kept."""
+    return _folders()[0]
+
+
+def _folders() -> tuple[Path, ...]:
+    """Return where cubins are looked for: where new ones go, and a folder that cannot be written."""
     configured = env.cache_dir() / "cubins"
     stand_in = _stand_ins.get(configured)
-    return Path(stand_in.name) if stand_in else configured
+    return (Path(stand_in.name), configured) if stand_in else (configured,)
 
 
 _stand_ins: dict[Path, tempfile.TemporaryDirectory[str]] = {}

@@ -67,7 +67,7 @@ class GemmTrial:
             verdict = self._is_equal(library, algorithm)
         except CublasLtError:  # it does not take this shape, which costs nothing to hear again
             return False
-        cubin_cache.store(key, version, _KEPT[verdict], _KIND)
+        cubin_cache.keep(key, version, _KEPT[verdict], _KIND)
         return verdict
 
     def _is_equal(self, library: CublasLt, algorithm: Algorithm) -> bool:
