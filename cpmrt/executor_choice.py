@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
+from cpmrt.collector import no_collections
 from cpmrt.config import EngineConfig
 from cpmrt.errors import NoDeviceError
 
@@ -39,16 +41,14 @@ def on_executor(folder: ModelFolder, settings: EngineConfig, run: Callable[[Asse
     the bundled model. Raises NoDeviceError.
     """
     if settings.executor == "reference":
-        return run(_reference())
-    from cpmrt.cuda import assembly
-
+        return run(_assembly("reference"))
     try:
-        return run(assembly)
+        return run(_assembly("cuda"))
     except NoDeviceError as error:
         if settings.executor == "cuda":
             raise
         if folder.is_bundled:
-            return run(_reference())
+            return run(_assembly("reference"))
         raise NoDeviceError(
             f"{error.what}, and the NumPy executor is about a hundred times slower",
             actual=error.actual,
@@ -56,7 +56,6 @@ def on_executor(folder: ModelFolder, settings: EngineConfig, run: Callable[[Asse
         ) from error
 
 
-def _reference() -> Assembly:
-    from cpmrt.reference import assembly
-
-    return assembly
+def _assembly(package: str) -> Assembly:
+    with no_collections():
+        return cast(Assembly, import_module(f"cpmrt.{package}.assembly"))

@@ -77,7 +77,6 @@ class LLM:
     """
 
     @checks_keywords(SAMPLING_HINTS)
-    @no_collections()
     def __init__(
         self,
         model: str | Path | None = None,
@@ -112,34 +111,34 @@ class LLM:
             prefix_dir=str(prefix_dir) if isinstance(prefix_dir, Path) else prefix_dir, lm_head_screen=lm_head_screen,
         )  # fmt: skip
         begin_device(settings)
-        from cpmrt.engine import Engine
-        from cpmrt.loaded_model import load_model
-        from cpmrt.prefixes.prefixes import Prefixes
+        with no_collections():
+            from cpmrt.engine import Engine
+            from cpmrt.loaded_model import load_model
 
-        loaded = load_model(
+        self._loaded = loaded = load_model(
             model, settings, revision=revision, hf_overrides=hf_overrides, sparse=sparse, draft=draft,
             speculate=speculate,
         )  # fmt: skip
         self._seed, self._name = seed, "the bundled model" if model is None else str(model)
-        self._executor, self._plan = loaded.executor, loaded.plan
         self.config: ModelConfig = loaded.folder.config
         self.sampling_defaults: SamplingDefaults = loaded.folder.sampling
         self.tokenizer, self.chat_template = loaded.tokenizer, loaded.chat_template
-        self._prefixes = Prefixes(
-            loaded.folder, loaded.settings, loaded.plan, lambda: self.engine, lambda job: self._shared.run([job])
-        )
         adaptive = loaded.settings.drafts_adaptively
         self.use(Engine(loaded.executor, on_step, prefix_cache=prefix_cache, adaptive=adaptive))
 
     def use(self, engine: Engine) -> None:
         """Run everything on this engine from now on: tests bring one of their own."""
         from cpmrt.job_maker import JobMaker
+        from cpmrt.prefixes.prefixes import Prefixes
         from cpmrt.sharing.shared_engine import SharedEngine
 
-        self._shared = SharedEngine(engine, self.tokenizer)
+        # Nothing here refers back to the LLM, which so is gone, with its memory, when nobody refers to it.
+        loaded, shared = self._loaded, SharedEngine(engine, self.tokenizer)
+        prefixes = Prefixes(loaded.folder, loaded.settings, loaded.plan, engine, lambda job: shared.run([job]))
+        self._shared, self._prefixes = shared, prefixes
         self.maker = JobMaker(
             engine, self.config, self.tokenizer, self.chat_template, self.sampling_defaults, self._seed,
-            self._prefixes.prepare if self._prefixes.has_folder else None,
+            prefixes.prepare if prefixes.has_folder else None,
         )  # fmt: skip
 
     @overload
@@ -344,12 +343,12 @@ class LLM:
     @property
     def plan(self) -> MemoryPlan:
         """What was allocated, part by part; `str(plan)` is a table."""
-        return self._plan
+        return self._loaded.plan
 
     @property
     def executor(self) -> Executor:
         """What carries out the steps, for tools that drive it themselves; it is closed with this object."""
-        return self._executor
+        return self.engine.executor
 
     @property
     def engine(self) -> Engine:
@@ -377,7 +376,7 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        limits, executor = self.engine.limits, type(self._executor).__name__.removesuffix("Executor").lower()
+        limits, executor = self.engine.limits, type(self.executor).__name__.removesuffix("Executor").lower()
         return (
             f"LLM({self._name!r}, executor={executor!r}, max_context={limits.max_context}, "
             f"max_sequences={limits.max_sequences})"

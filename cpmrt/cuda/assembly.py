@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cpmrt import opening
+from cpmrt.collector import no_collections
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
@@ -103,7 +104,8 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
     budget = _budget(device, settings)
     with open_blueprint(folder, settings, CudaTarget(device)) as blueprint:
         plan = blueprint.fit(budget)
-        from cpmrt.cuda.executor import CudaExecutor
+        with no_collections():
+            from cpmrt.cuda.executor import CudaExecutor
 
         if settings.steps_per_launch > 1:
             check_loops(device, "steps_per_launch", "leave steps_per_launch at 1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -39,9 +39,8 @@ class Prefixes:
     """
 
     def __init__(
-        self, model: ModelFolder, settings: EngineConfig, plan: MemoryPlan, engine: Callable[[], Engine],
-        run: transfer.Run,
-    ):  # fmt: skip
+        self, model: ModelFolder, settings: EngineConfig, plan: MemoryPlan, engine: Engine, run: transfer.Run
+    ):
         self._model, self._settings, self._plan, self._engine, self._run = model, settings, plan, engine, run
         self._folder = None if settings.prefix_dir is None else PrefixFolder(Path(settings.prefix_dir).expanduser())
         self._stored = set[tuple[int, ...]]()
@@ -78,7 +77,7 @@ class Prefixes:
         self._check_length(len(kept))
         try:
             with PrefixWriter(path, self._fingerprint, kept, self._shapes) as writer:
-                transfer.save(self._engine(), self._run, writer, kept, reuses_known=reuses_known)
+                transfer.save(self._engine, self._run, writer, kept, reuses_known=reuses_known)
         except OSError as error:
             raise PrefixError(f"{path} cannot be written: {reason_of(error)}") from error
         return len(kept)
@@ -92,7 +91,7 @@ class Prefixes:
         file = PrefixFile.open(path, self._fingerprint, self._shapes)
         try:
             self._check_length(len(file.token_ids))
-            transfer.load(self._engine(), self._run, file)
+            transfer.load(self._engine, self._run, file)
         finally:
             file.close()
         return len(file.token_ids)
@@ -118,7 +117,7 @@ class Prefixes:
             warnings.warn(f"the prefix folder is of no use: {error}", stacklevel=3)
 
     def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
-        return token_ids in self._stored and self._engine().num_known(token_ids) == len(token_ids)
+        return token_ids in self._stored and self._engine.num_known(token_ids) == len(token_ids)
 
     def _fetch(self, folder: PrefixFolder, token_ids: tuple[int, ...]) -> None:
         """Load the pages of these tokens, or write them if they were met before."""
@@ -137,7 +136,7 @@ class Prefixes:
             try:
                 if file.token_ids != token_ids:
                     raise PrefixError(f"{path} has other tokens than its name says")
-                transfer.load(self._engine(), self._run, file)
+                transfer.load(self._engine, self._run, file)
             finally:
                 file.close()
         except (PrefixError, CheckpointError) as error:
@@ -147,15 +146,15 @@ class Prefixes:
         return True
 
     def _check_reuse(self) -> None:
-        limits = self._engine().limits
+        limits = self._engine.limits
         if not self._settings.prefix_cache or not limits.num_pages:
             raise RequestError("prefixes need the prefix cache", fix="leave prefix_cache on")
         if limits.num_snapshots:
             raise RequestError("prefixes of a model with a recurrent state cannot be saved: pages are not all of it")
 
     def _check_length(self, num_tokens: int) -> None:
-        if num_tokens > self._engine().limits.max_context:
+        if num_tokens > self._engine.limits.max_context:
             raise ContextLengthError(
-                "the prefix does not fit the context", expected=f"at most {self._engine().limits.max_context} tokens",
+                "the prefix does not fit the context", expected=f"at most {self._engine.limits.max_context} tokens",
                 actual=num_tokens, fix="raise max_context",
             )  # fmt: skip

@@ -179,15 +179,18 @@ def test_closed_models_refuse(checkpoint):
         llm.generate([1, 2])
 
 
-@pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}], ids=["plain", "drafted"])
-def test_what_is_closed_has_freed_its_memory(checkpoint, settings):
-    """At once: who opens one model after the other need not wait for a collection of garbage."""
+@pytest.mark.parametrize(("settings", "is_closed"), [({}, True), ({"draft": "lookup"}, True), ({}, False)])
+def test_memory_is_free_at_once(checkpoint, tmp_path, settings, is_closed):
+    """Who opens one model after the other need not wait for a collection of garbage."""
     gc.disable()
     try:
-        llm = LLM(checkpoint, executor="reference", **settings)
+        llm = LLM(checkpoint, executor="reference", prefix_dir=tmp_path, **settings)
         llm.generate([1, 2, 1, 2, 1], SamplingParams(max_new_tokens=4))
         arena = weakref.ref(llm.executor.array("norm").base)
-        llm.close()
+        if is_closed:
+            llm.close()
+        else:
+            del llm
         assert arena() is None
     finally:
         gc.enable()

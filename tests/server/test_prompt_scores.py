@@ -74,7 +74,6 @@ def says_scoring(server):
     """The server, whose executor now gives logits too: all alike."""
     executor, vocab = server.engine.llm.engine.executor, server.engine.llm.config.vocab_size
     executor.prompt_logits = lambda slot, ids, table=(): iter([np.zeros((len(ids), vocab), np.float32)])
-    server.engine.llm._executor = executor
     return server
 
 

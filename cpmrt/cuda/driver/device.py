@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from cpmrt import env
+from cpmrt.collector import no_collections
 from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.occupancy import multiprocessors, whole_clusters
 from cpmrt.errors import NoDeviceError
@@ -123,7 +124,8 @@ def _import_cupy() -> ModuleType:
         _stand_in.append(tempfile.TemporaryDirectory(prefix="cpmrt-cupy-"))
         env.set_cupy_cache_dir(Path(_stand_in[0].name))
     try:
-        return importlib.import_module("cupy")
+        with no_collections():
+            return importlib.import_module("cupy")
     except ImportError as error:
         fix = f"{install_extra('cuda13')} (for a driver older than 580: {install_extra('cuda12')})"
         raise NoDeviceError(f"CuPy cannot be imported ({error})", fix=fix) from None
