@@ -60,7 +60,7 @@ class AnswerMatcher:
         self._behind: Place | None = None
         """The place of this answer's state; None is the beginning."""
         self._seconds = 0.0
-        """The time of the last mask that was computed alone, by this matcher or the one that it is a fork of."""
+        """What the last mask of this matcher, or of the one that it is a fork of, took or would have taken alone."""
 
     @cached_property
     def _cursors(self) -> Cursors:
@@ -93,9 +93,11 @@ class AnswerMatcher:
                 if not forks:
                     del of_answers[cursors]
             together.sort(key=lambda one: id(one[0]))
+            begun = perf_counter()
             masks = threads.masks([matcher for _, _, matcher in together])
+            alone = (perf_counter() - begun) * min(threads.num_threads, len(together)) / len(together)
             for (_, each, matcher), bits in zip(together, masks, strict=True):
-                each._prepared = None if matcher.is_error() else bits
+                each._prepared, each._seconds = None if matcher.is_error() else bits, alone
 
     def allowed(self) -> bytes:
         """Return the bits of the tokens that may come next. Raises FormError if there are none."""

@@ -300,8 +300,26 @@ def test_quick_masks_of_forks_wake_no_thread(threaded, monkeypatch):
     monkeypatch.setattr(mask_threads.MaskThreads, "masks", lambda *_: pytest.fail("they are there sooner without"))
     answer = threaded.matcher(SamplingParams(regex="[ab]{8}").form, Thought())()
     tokens = tokens_in(answer.allowed())
+    answer._seconds = 1e-6
     forks = [answer.fork() for _ in range(9)]
     for fork in forks:
         fork.accept(tokens[:1])
-    answer._seconds = 1e-6
     forks[0].prepare(forks[1:])
+
+
+def test_after_one_slow_mask_the_threads_do_not_stay(threaded, monkeypatch):
+    """Few answers, of which the first mask took long, as it does while the lexer is made."""
+    monkeypatch.setattr(mask_threads, "_FEWEST_ANSWERS", 8)
+    monkeypatch.setattr(mask_threads, "_LEAST_SECONDS", 0.01)
+    answers = [threaded.matcher(SamplingParams(regex="[ab]{90}").form, Thought())() for _ in range(3)]
+    woken, compute = [], mask_threads.MaskThreads.masks
+    monkeypatch.setattr(mask_threads.MaskThreads, "masks", lambda *each: woken.append(each) or compute(*each))
+    tokens = tokens_in(answers[0].allowed())
+    for answer in answers:
+        answer._seconds = 0.02
+    for _ in range(8):
+        answers[0].prepare(answers[1:])
+        for answer in answers:
+            answer.allowed()
+            answer.accept(tokens[:1])
+    assert 1 <= len(woken) < 8
