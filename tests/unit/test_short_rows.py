@@ -19,7 +19,7 @@ from cpmrt.weights.model_folder import ModelFolder
 
 
 def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
-    lengths = Lengths((TreeShape(2, 4, 12), TreeShape(5, 1, 6)))
+    lengths = Lengths((TreeShape(2, 4, 12), TreeShape(5, 1, 6), TreeShape(1, 4, 2, lookup_length=11)))
     assert lengths.are_within((0, 3), 0)
     lengths.add(Prefill(3, (7,) * 64, 0, False))
     lengths.add(Prefill(3, (7,) * 10, 64, True))
@@ -33,6 +33,8 @@ def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
     assert lengths.are_within((1, 3), 84) and not lengths.are_within((1, 3), 83) and lengths.are_within((1,), 5)
     lengths.add(Prefill(3, (1, 2), 0, True))
     assert lengths.are_within((3,), 2)
+    lengths.add(Speculate((3,), 2))
+    assert lengths.are_within((3,), 14) and not lengths.are_within((3,), 13)
 
 
 @pytest.mark.parametrize(("shape", "changes", "arch", "kernel"), [

@@ -9,8 +9,7 @@ from cpmrt.executor import Decode, Prefill, Speculate, Step
 
 
 class Lengths:
-    """The tokens of each slot at most, once the steps so far have run; of those that a draft step may accept, a level
-    of its tree each."""
+    """The tokens of each slot at most, once the steps so far have run, also if they accept all that is drafted."""
 
     def __init__(self, shapes: Sequence[TreeShape]):
         self._shapes, self._tokens = shapes, dict[int, int]()
@@ -25,7 +24,7 @@ class Lengths:
                 tokens[slot] = tokens.get(slot, 0) + len(certain) + 1
         elif isinstance(step, Speculate):
             for slot in step.slots:
-                tokens[slot] = tokens.get(slot, 0) + self._shapes[step.shape].num_passes + 1
+                tokens[slot] = tokens.get(slot, 0) + self._shapes[step.shape].max_emitted
 
     def are_within(self, slots: Iterable[int], most: int) -> bool:
         """Whether all of these have at most so many tokens."""
