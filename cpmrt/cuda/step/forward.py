@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig
+from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
-from cpmrt.cuda.ops.attention.qkv import joins_attention
+from cpmrt.cuda.ops.attention.decode import DecodePlan
+from cpmrt.cuda.ops.attention.qkv import joined_plan
 from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import accept_nodes, compress_path
 from cpmrt.cuda.ops.lightning import accept_chain
 from cpmrt.cuda.ops.screened_head import COPY, MOST_ROWS, ScreenedHead, ScreenPlan
 from cpmrt.memory.caches import CacheLayout
-from cpmrt.models.decoder import Decoder
-from cpmrt.models.mixers.grouped import kv_pages
+from cpmrt.models.decoder import BoundLayer, Decoder
+from cpmrt.models.mixers.grouped import BoundAttention, kv_pages
 from cpmrt.ops import Rows
 
 
@@ -46,9 +48,7 @@ class StepForward:
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
         plan = attention_plan(config, device, caches, max_rows=len(arrays["x"]))
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
-        self._joins, weight = False, arrays.get("layers.0.qkv")
-        if isinstance(plan, AttentionPlan) and plan.selection is None and weight is not None:
-            self._joins = joins_attention(weight, plan.decode, device)
+        self._joins = isinstance(plan, AttentionPlan) and _joins(self._model.layers.layers[0], plan.decode, device)
         self.screen: ScreenedHead | None = None
         if f"{COPY}.codes" in arrays:
             head = self._model.head
@@ -139,3 +139,12 @@ class StepForward:
     def head(self, logits: Any, x: Any) -> None:
         """Logits of rows of the last layer's output, at most MAX_ROWS."""
         self._model.logits(self.ops, logits, x)
+
+
+def _joins(layer: BoundLayer, decode: DecodePlan, device: Device) -> bool:
+    """Whether q, k, v and attention of one short row are one launch in such a layer."""
+    mixer, bound = layer.config.mixer, layer.mixer
+    if not isinstance(mixer, GroupedAttention) or not isinstance(bound, BoundAttention):
+        return False
+    sees_all = mixer.sparse is None and mixer.window == 0
+    return sees_all and mixer.rope and joined_plan(decode, device, bound.pages, bound.qkv) is not None

@@ -117,15 +117,16 @@ def _plain(
 _plan = lru_cache(maxsize=64)(QkvAttentionPlan.of)
 
 
-def _plan_of(weight: Weight, decode: DecodePlan, device: Device) -> QkvAttentionPlan | None:
+def joined_plan(decode: DecodePlan, device: Device, kv: KVPages, weights: QkvWeights) -> QkvAttentionPlan | None:
+    """Plan the op `qkv` with these weights and pages for one short row with positions; None where its attention is
+    another launch."""
+    weight: Weight = weights.weight
+    extras = weights.bias, weights.q_norm, weights.k_norm, kv.compressed
+    if any(extra is not None for extra in extras) or isinstance(kv.k, Fp8Pages):
+        return None
     if not isinstance(weight, PackedWeight):
         return _plan(weight.shape, None, decode, device)
     return None if weight.perm is not None else _plan(weight.shape, weight.layout, decode, device)
-
-
-def joins_attention(weight: Weight, decode: DecodePlan, device: Device) -> bool:
-    """Whether the product with this weight and the attention of one short row may be one launch."""
-    return _plan_of(weight, decode, device) is not None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -146,13 +147,12 @@ def hold_qkv(
 ) -> HeldQkv | None:  # fmt: skip
     """Return the op to be launched with its attention; None where it is launched alone."""
     weight: Weight = weights.weight
-    extras = (weights.bias, weights.q_norm, weights.k_norm, rows.locations, rows.tree_masks, rows.reach, kv.compressed)
-    if len(x) > 1 or not rows.is_short or any(extra is not None for extra in extras) or isinstance(kv.k, Fp8Pages):
+    is_plain = rows.locations is None and rows.tree_masks is None and rows.reach is None
+    if len(x) > 1 or not rows.is_short or not is_plain or rope is None or x.shape[1] != weight.shape[1]:
         return None
-    if rope is None or weights.norm is None or x.shape[1] != weight.shape[1]:
-        return None
-    data, plan = weight.data if isinstance(weight, PackedWeight) else weight, _plan_of(weight, decode, device)
-    return None if plan is None else HeldQkv(plan, x, weights.norm, data, rope, eps)
+    plan, norm = joined_plan(decode, device, kv, weights), weights.norm
+    data = weight.data if isinstance(weight, PackedWeight) else weight
+    return None if plan is None or norm is None else HeldQkv(plan, x, norm, data, rope, eps)
 
 
 def attend_held(launch: Launcher, held: HeldQkv, scratch: AttentionScratch, given: Operands) -> None:
