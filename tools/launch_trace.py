@@ -207,7 +207,7 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, draft.config.taps if draft else ())
     rings: Any = Rings()
-    looped = Graphs(launcher.stream, enabled=False).loop
+    looped = Graphs(launcher.stream, enabled=False, release=launcher.release).loop
     steps = StepKernels(launcher, config, arrays, rings, device)
     drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan, looped)
     chunks, rows = buckets(settings.prefill_chunk), row_counts(settings.max_sequences)

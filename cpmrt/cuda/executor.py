@@ -116,14 +116,16 @@ class CudaExecutor:
         pointer = memory.pointer
         self._arena = Arena(plan, cupy.ndarray((plan.total_bytes,), cupy.uint8, pointer))
         self._arrays: dict[str, Any] = held_arrays(self._arena, device)
-        self._graphs = Graphs(self.stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch)
+        use_pdl = engine.dependent_launch and not device.is_portable
+        self._launcher = launcher = Launcher(self.stream, self._modules, use_pdl=use_pdl)
+        self._graphs = Graphs(
+            self.stream, enabled=engine.cuda_graphs, steps_per_launch=engine.steps_per_launch, release=launcher.release
+        )
         self._resources.callback(self._graphs.close)
         self._rings = Rings(
             self.stream, self._buckets[-1], self._layout.pages_per_sequence, self.config.vocab_size
         )  # fmt: skip
         self._resources.callback(self._rings.close)
-        use_pdl = engine.dependent_launch and not device.is_portable
-        self._launcher = launcher = Launcher(self.stream, self._modules, use_pdl=use_pdl)
         self._gemm = Gemm(device, launcher, self._arrays["gemm_workspace"], use_library=not device.is_portable)
         self._resources.callback(self._gemm.close)
         taps = self._draft.config.taps if self._draft else ()

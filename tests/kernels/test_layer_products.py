@@ -304,3 +304,22 @@ def test_products_are_held_back_until_all_are_there_or_something_else_comes(lett
 
 def test_where_kernels_begin_early_none_is_held_back() -> None:
     assert Layers(H200).run("ogdq") == ["residual", "gate_up", "residual", "qkv"]
+
+
+def test_what_is_held_back_is_launched_before_a_recording_and_recorded_within_one() -> None:
+    """Also where that fails: operands of a recording are stand-ins, which nobody may launch later."""
+    launcher, noted = Launcher(None, Modules("sm_86", DType.BFLOAT16), use_pdl=False), []
+
+    def hold() -> None:
+        launcher.hold(lambda: noted.append(launcher.is_recording))
+
+    hold()
+    with launcher.recording():
+        assert noted == [False]
+        hold()
+    assert noted == [False, True]
+    with pytest.raises(KeyError), launcher.recording():
+        hold()
+        raise KeyError
+    launcher.release()
+    assert noted == [False, True, True] and not launcher.is_recording

@@ -81,11 +81,13 @@ class Launcher:
     @contextmanager
     def recording(self) -> Iterator[list[Module]]:
         """Collect, without repetition, the modules of everything that is launched meanwhile; nothing runs."""
-        self._recorded = []
+        self.release()
+        recorded: list[Module] = []
+        self._recorded = recorded
         modules: list[Module] = []
         try:
             yield modules
-            self.release()
-            modules.extend({(file, frozenset(sizes.items())): (file, sizes) for file, sizes in self._recorded}.values())
         finally:
+            self.release()  # as long as nothing runs
             self._recorded = None
+        modules.extend({(file, frozenset(sizes.items())): (file, sizes) for file, sizes in recorded}.values())

@@ -26,13 +26,17 @@ _FIRST_WITH_LOOPS = (12, 4)
 class Graphs:
     """Runs named launch sequences on one stream: as graph replays, or launch by launch where graphs are off.
 
-    With `steps_per_launch` above 1, which needs graphs, so many equal steps in a row are one launch.
+    With `steps_per_launch` above 1, which needs graphs, so many equal steps in a row are one launch. `release` launches
+    what a launcher still holds back where a sequence, or what is before a loop in it, ends.
     """
 
-    def __init__(self, stream: Stream, *, enabled: bool, steps_per_launch: int = 1):
+    def __init__(
+        self, stream: Stream, *, enabled: bool, steps_per_launch: int = 1, release: Callable[[], None] = lambda: None
+    ):
         from cupy.cuda.runtime import CUDARuntimeError
 
         self._stream, self._enabled, self._steps_per_launch = stream, enabled, steps_per_launch
+        self._release = release
         self._captured: dict[Hashable, list[Callable[[], None]]] = {}
         self._parts: list[Callable[[], None]] | None = None
         """What launches the graphs of the sequence that is being captured."""
@@ -53,6 +57,7 @@ class Graphs:
             self._stream.begin_capture()
             try:
                 launches()
+                self._release()
             finally:
                 self._end_part(parts)
                 self._parts = None
@@ -64,6 +69,7 @@ class Graphs:
         graphs, which start one after another without the host. Launch by launch the body runs `at_most` times, and has
         to see to it that nothing comes of what is too much; the handle is 0.
         """
+        self._release()
         if self._parts is None:
             for _ in range(at_most):
                 body()
@@ -130,6 +136,7 @@ class Graphs:
     def _start(self, key: Hashable, num_steps: int) -> None:
         if not self._enabled:
             self._sequences[key]()
+            self._release()
             return
         try:
             if num_steps > 1:

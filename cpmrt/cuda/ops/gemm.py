@@ -80,6 +80,7 @@ class Gemm:
         if self._library is None or plan is None:
             self._launch_own(y, x, w, alpha, beta)
             return
+        self._launch.release()  # the library's kernels do not come by way of the launcher
         addresses = (y.data.ptr, x.data.ptr, w.data.ptr)
         self._library.matmul(plan, *addresses, self._stream.ptr, alpha=alpha, beta=beta)
 

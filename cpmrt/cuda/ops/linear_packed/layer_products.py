@@ -112,11 +112,11 @@ _plan = lru_cache(maxsize=64)(plan_layer)
 class LayerProducts:
     """Holds the products of a layer back until they can be launched together. `launch_one` launches one alone.
 
-    `counter` is uint64, zero at first, of which only these launches write; without one nothing is held back.
+    `counter` is uint64, zero at first; only these launches write to it.
     """
 
     def __init__(
-        self, launcher: Launcher, device: Device, counter: DeviceArray | None,
+        self, launcher: Launcher, device: Device, counter: DeviceArray,
         launch_one: Callable[[StepProduct, PackedWeight], object],
     ):  # fmt: skip
         self._launch, self._device, self._counter, self._launch_one = launcher, device, counter, launch_one
@@ -126,7 +126,7 @@ class LayerProducts:
     def takes(self, product: StepProduct, weight: PackedWeight, *, prefers_shared: bool) -> bool:
         """Take a product of one row, if it goes on with those that are held; it is launched with them, or before
         anything else is. `prefers_shared` is the same for all products of a model."""
-        if self._counter is None or len(product.x) != 1:
+        if len(product.x) != 1:
             return False
         if not self._goes_on(product, weight):
             self._launch.release()

@@ -177,7 +177,8 @@ class PackedProducts:
     ):  # fmt: skip
         self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
         self._scratch = PackedScratch.of(arrays)
-        self._layer = LayerProducts(launcher, device, self._scratch.counter, self._launch_one)
+        counter = self._scratch.counter
+        self._layer = None if counter is None else LayerProducts(launcher, device, counter, self._launch_one)
 
     def step(
         self, product: StepProduct, weight: PackedWeight, after: Handoff, ahead: Weight | None = None
@@ -188,7 +189,7 @@ class PackedProducts:
         Those of one row may wait for the next ones, to be launched together with them.
         """
         prefers_shared = _plan(weight.layout, len(product.x), self._device).prefers_shared or self._prefers_shared
-        if self._layer.takes(product, weight, prefers_shared=prefers_shared):
+        if self._layer is not None and self._layer.takes(product, weight, prefers_shared=prefers_shared):
             return Handoff(None, prefers_shared)
         return self._launch_one(product, weight, after, ahead)
 
