@@ -24,7 +24,8 @@ for name in ("small 64", "small sparse", "small int4 eagle2 4"):
     assert told.startswith(f"{graph}, launch {len(after[graph]) - 1}:"), told
     del changed[graph]
     assert launch_trace.differences(before, changed) == [f"{graph}: only before"]
-for name, has_short in (("small 1", True), ("small int4 1", True), ("small fp8", False), ("qwen2", False), ("qwen3", False)):
+kinds = {"small 1": True, "small int4 1": True, "small fp8": False, "qwen2": False, "qwen3": False}
+for name, has_short in kinds.items():
     graphs = launch_trace.trace(setups[name], device)
     assert ("short 1" in graphs) == has_short, name
     assert graphs.get("short 1") != graphs["decode 1"], name
