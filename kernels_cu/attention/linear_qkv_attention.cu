@@ -6,6 +6,7 @@
 //                of the rings of pages, at least 2. SMEM_BYTES: of the product, which attention's memory follows, a multiple of 128.
 //                HEAD_DIM: elements of a head. IN_FEATURES: K, a multiple of 512. PORTABLE: 0
 // grid           as in qkv_attention.cu
+// launched after as in qkv_attention.cu
 // numerics       the bits of the two kernels
 // oracle         NumpyOps.qkv, then NumpyOps.decode_attention
 // source         original; Flash-Decoding (Dao et al. 2023), RoPE arXiv 2104.09864
@@ -42,7 +43,7 @@ struct Place {
 struct Weights {
   DEVICE Weights(const Place& at, const void* weight, int num_tiles) {
     for (int round = 0; round < HEAD_ROUNDS; round++) {
-      const int tile = kv_head_tile(blockIdx.x % 8 * HEAD_ROUNDS + round);
+      const int tile = kv_head_tile(blockIdx.x % kHeadBlocks * HEAD_ROUNDS + round);
       if (tile >= num_tiles) continue;
       const QkvTiles tiles{num_tiles, 0};
       const scalar_t* const lo = static_cast<const scalar_t*>(weight) + static_cast<int64_t>(tiles.lo(tile, at.token)) * K;

@@ -6,7 +6,8 @@
 // x              [K] scalar_t; norm [K]; weight packed as in packed_layout.cuh; rope [2, max_context, D / 2] float32
 // constants      GROUP: query heads of a KV head, at most 8. HEAD_ROUNDS: tiles of a block, an eighth of the KV head's, at most 8. STAGES:
 //                of the rings of pages, at least 2. SMEM_BYTES: of the product, which attention's memory follows, a multiple of 128.
-//                EARLY_SLOTS: HEAD_ROUNDS or more. KEPT_ROUNDS: 1, since partial sums lie in the rings
+//                SMEM_BYTES leaves a ring of weights HEAD_ROUNDS chunks. EARLY_SLOTS: so many or more. KEPT_ROUNDS: 1, since partial sums
+//                lie in the rings
 //                LINEAR: HEAD_DIM: IN_FEATURES: WEIGHT_BITS: RUNS: SCALE_GROUP: ZEROS: ROWS: WARPS: WARPGROUPS: SHARED_RUN: NORM: PREPARED:
 //                STAGE_SLICES: CLUSTERS: RECEIVED_APART: FEEDS: TRIGGER: PORTABLE: as in linear_packed.cu for the normalised product
 //                qkv of one row, whose eight warps have a run of at most 128 columns each
@@ -39,7 +40,7 @@ namespace quantised {
 #include "../linear_packed/packed_multiply.cuh"
 
 static_assert(LINEAR == 0 && ROWS == 1 && !SHARED_RUN && NORM && !PREPARED && !CLUSTERS && KEPT_ROUNDS == 1, "the product of one row");
-static_assert(kWarps == 8 && kEarlySlots == HEAD_ROUNDS, "all weights are asked for at once");
+static_assert(kWarps == 8 && kSlots == HEAD_ROUNDS && kEarlySlots == kSlots, "all weights are asked for at once, and no others");
 static_assert(kChunkBytes >= 64, "sums of a tile lie where its weights did");
 
 // As qkv_row.cuh wants it.

@@ -13,7 +13,7 @@
 //             (hidden + RANK) and bias (1) scalar_t, or null
 //   constants VOCAB: rows of the draft's head. PARTS: equal parts of them, of which each has candidates. RANK: columns of
 //             the Markov head, a multiple of 8
-//   launch    grid n, block 512; under 2 KB of static shared memory
+//   launch    grid n, block 512; 4 RANK + 640 bytes of static shared memory
 //   numerics  float32 sums
 //   oracle    reference/draft_block.py choose_block
 //   source    DSpark (DeepSpec); original

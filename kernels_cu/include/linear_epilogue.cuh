@@ -4,10 +4,14 @@
 // settle(), with a barrier before the first store; and store(nt, i, tile, row, token, lo, hi). With LINEAR 0 it also has
 // prepare(shared), publish() and look_up(), which come first in this order. NT: tiles of 8 tokens; PAIRS: outputs (lo row,
 // hi row, token) of a token tile that one thread finishes. GUESSES, of one row: guess() and guess_angle() come before pdl_wait,
-// and in rounds after the first forget_guess() before prefetch().
+// and in rounds after the first forget_guess() before prefetch(). With HEAD_ROUNDS, of kernels that go on with the attention of the row, a
+// cluster of kHeadBlocks takes the tiles that a KV head needs, and GROUP is the number of its query heads.
 #pragma once
 #include "copy.cuh"
 #include "fatrelu.cuh"
+
+// Adds by itself, whatever the compiler would contract with the product before it: all kernels give the same bits.
+DEVICE float biased(float sum, scalar_t bias) { return __fadd_rn(sum, to_float(bias)); }
 
 #if LINEAR == 0
 constexpr int kHalf = HEAD_DIM / 2, kHeadTiles = HEAD_DIM / 16;
@@ -21,10 +25,12 @@ struct QkvTiles {
 };
 
 #ifdef HEAD_ROUNDS
-// Tile `own` of those that a KV head needs, which eight blocks share: of its GROUP query heads, its key and its value.
+constexpr int kHeadBlocks = 8;
+
+// Tile `own` of those that a KV head needs: of its GROUP query heads, its key and its value.
 DEVICE int kv_head_tile(int own) {
   constexpr int kQueryTiles = GROUP * kHeadTiles;
-  const int kv_head = blockIdx.x / 8, num_kv_heads = gridDim.x / 8;
+  const int kv_head = blockIdx.x / kHeadBlocks, num_kv_heads = gridDim.x / kHeadBlocks;
   if (own < kQueryTiles) return kv_head * kQueryTiles + own;
   return (num_kv_heads * (own / kHeadTiles) + kv_head) * kHeadTiles + own % kHeadTiles;   // head GROUP is the key, GROUP + 1 the value
 }
@@ -118,7 +124,7 @@ struct QkvEpilogue {
   }
   DEVICE void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
     const int head = tile / kHeadTiles, d = QkvTiles::dimension(tile, row);
-    if (bias != nullptr) lo += to_float(bias[head * HEAD_DIM + d]), hi += to_float(bias[head * HEAD_DIM + d + kHalf]);
+    if (bias != nullptr) lo = biased(lo, bias[head * HEAD_DIM + d]), hi = biased(hi, bias[head * HEAD_DIM + d + kHalf]);
     scalar_t* out;
     if (k_pages == nullptr) {
       out = q + static_cast<int64_t>(token) * (num_heads + 2 * num_kv_heads) * HEAD_DIM + head * HEAD_DIM;
@@ -168,7 +174,7 @@ struct ResidualEpilogue {
   }
   DEVICE void store(int nt, int i, int tile, int row, int token, float lo, float hi) {
     const int column = tile * 16 + row;
-    if (bias != nullptr) lo += to_float(bias[column]), hi += to_float(bias[column + 8]);
+    if (bias != nullptr) lo = biased(lo, bias[column]), hi = biased(hi, bias[column + 8]);
     scalar_t* out = x + static_cast<int64_t>(token) * N + column;
     out[0] = from_float(fmaf(scale, lo, to_float(before[nt][i][0])));
     out[8] = from_float(fmaf(scale, hi, to_float(before[nt][i][1])));

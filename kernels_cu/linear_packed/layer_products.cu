@@ -3,7 +3,7 @@
 // x += scale * attention Wo^T; inner = silu(n Wg^T) * (n Wu^T), n the normalised x; x += scale * inner Wd^T; and with NEXT q, k and v
 // of the layer after it, from x normalised again: each as linear_packed.cu computes it, bit for bit.
 // Operands: x (1, H) scalar_t; attention (1, A), inner (1, F) scalar_t; weights o, gate_up, down and qkv packed as in packed_layout.cuh;
-//   mlp_norm, norm (H) scalar_t; counter uint64, of which only this kernel with this GRID writes; the others as in linear_packed_qkv.
+//   mlp_norm, norm (H) scalar_t; counter uint64, 0 at first, which only this kernel with this GRID writes; the others as in linear_packed_qkv.
 // Constants:
 //   IN_FEATURES: H, the elements of a row. ATTENTION: A. INNER: F. QKV_ROWS: rows of the qkv weight. HEAD_DIM: elements of a head
 //   NEXT: 1 if there is a layer after this one; 0: there is no qkv product

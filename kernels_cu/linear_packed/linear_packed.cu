@@ -27,8 +27,8 @@
 //   CLUSTERS: 1: the eight blocks with the runs of the same tiles are a cluster, which needs sm_90
 //   RECEIVED_APART: 1: what the peers of a cluster send has its own memory; 0: that of weights and x, and all blocks take tiles once
 //   FEEDS: 1: a gate_up product also writes what prepare_rows would make of its rows for the product after it
-//   TRIGGER: the next kernel may start 0 as soon as this one, of qkv behind its wait; 1 at its end; 2 once x is there, whose copies then
-//     do not queue behind what that one reads early
+//   TRIGGER: the next kernel may start 0 as soon as this one, of qkv behind its wait; 1 at its end; 2 once x is there, or with
+//     STAGE_SLICES its first stages are asked for: those copies do not queue behind what that one reads early
 //   KEPT_ROUNDS: with SHARED_RUN 0 and one row, rounds whose sums over runs come after the products of all; else 1
 //   SMEM_BYTES: dynamic shared memory of the launch
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too

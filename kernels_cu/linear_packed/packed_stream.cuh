@@ -102,7 +102,7 @@ struct Lane {
   DEVICE int tile(int round) const { return tile(round, SHARED_RUN ? warp : warp / RUNS); }
   DEVICE static int tile(int round, int place) {
 #ifdef HEAD_ROUNDS
-    return kv_head_tile(blockIdx.x % 8 * HEAD_ROUNDS + round * kBlockTiles + place);
+    return kv_head_tile(blockIdx.x % kHeadBlocks * HEAD_ROUNDS + round * kBlockTiles + place);
 #endif
     const int block = SHARED_RUN ? blockIdx.x / RUNS : blockIdx.x, blocks = SHARED_RUN ? gridDim.x / RUNS : gridDim.x;
     if (LINEAR == 4) return block * (kBlockTiles * KEPT_ROUNDS) + round * kBlockTiles + place;

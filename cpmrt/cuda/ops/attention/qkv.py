@@ -20,6 +20,8 @@ from cpmrt.cuda.ops.linear_packed.plan import plan_kv_heads
 from cpmrt.ops import Fp8Pages, KVPages, QkvWeights, Rows
 
 _CAPABILITY, _BITS, _MOST_HEADS, _THREADS = 90, 4, 8, 256
+_HEAD_DIM = 64
+"""Of the models that gain by it. Heads of 96 spill registers."""
 _CLUSTER = 8
 """Blocks that share the rows of a KV head, and warps that share a tile, each with a run of K."""
 # In 4 bits blocks find room beside those of a gate_up product, which take a little more than half of a
@@ -75,13 +77,16 @@ class QkvAttentionPlan:
         """Plan for a weight of this shape, in 16 bits without a layout; None where two launches are left."""
         own, num_kv_heads = decode.constants, decode.units
         rows = num_kv_heads * (own.group + 2) * own.head_dim
-        fits = device.capability == _CAPABILITY and decode.cluster == _CLUSTER and own.group <= _MOST_HEADS
+        fits = device.capability == _CAPABILITY and decode.cluster == _CLUSTER
+        fits = fits and own.head_dim == _HEAD_DIM and own.group <= _MOST_HEADS
         rounds = -(-rows // TILE_ROWS // (num_kv_heads * _CLUSTER))
         if not fits or own.fp8 or shape[0] != rows or rounds > _THREADS // 32:
             return None
         constants: QkvAttentionConstants | LinearQkvAttentionConstants | None
         if layout is None:
-            kernel, constants, share = LINEAR_QKV_ATTENTION, _plain(shape, decode, rounds, device), _MOST_SHARE_16
+            finds_room = num_kv_heads <= device.whole_clusters  # of blocks that have a multiprocessor each
+            constants = _plain(shape, decode, rounds, device) if finds_room else None
+            kernel, share = LINEAR_QKV_ATTENTION, _MOST_SHARE_16
         else:
             kernel, constants, share = QKV_ATTENTION, _packed(layout, decode, rounds, device), _MOST_SHARE
         shared_bytes = decode.row_bytes + (0 if constants is None else constants.smem_bytes)

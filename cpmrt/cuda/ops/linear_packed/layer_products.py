@@ -84,8 +84,9 @@ def plan_layer(layouts: Sequence[PackedLayout], device: Device) -> LayerProducts
     if not (o.out_features == down.out_features == gate_up.in_features == (qkv or [gate_up])[0].in_features):
         return None
     grid, warps = device.num_sms, RUNS
-    rounds = [ceil(layout.num_tiles / grid / (1 if layout.runs > 1 else warps)) for layout in layouts]
-    places = [layout.tile_bytes * grid * warps * most for layout, most in zip(layouts, rounds, strict=True)]
+    at_once = [grid if layout.runs > 1 else grid * warps for layout in layouts]
+    rounds = [ceil(layout.num_tiles / tiles) for layout, tiles in zip(layouts, at_once, strict=True)]
+    places = [layout.tile_bytes * tiles * most for layout, tiles, most in zip(layouts, at_once, rounds, strict=True)]
     shared_rounds = max(most if layout.runs > 1 else 1 for layout, most in zip(layouts, rounds, strict=True))
     row_slices = max(gate_up.num_slices, *(warps * min(layout.run_slices, _STAGE_SLICES) for layout in (o, down)))
     fixed = _FIXED_BYTES + shared_rounds * warps * _SUM_BYTES + row_slices * _SLICE_BYTES
