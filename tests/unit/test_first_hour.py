@@ -34,6 +34,7 @@ def fresh_machine(tmp_path, monkeypatch):
     for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "HF_HOME", "MODELSCOPE_CACHE", "CPMRT_STATE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # another test may have imported it before
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
