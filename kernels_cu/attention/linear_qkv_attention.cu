@@ -16,6 +16,7 @@
 #error "a constant is not defined"
 #endif
 #define LINEAR 0
+#include "norm_values.cuh"
 #include "qkv_row.cuh"
 
 namespace unquantised {
@@ -125,16 +126,6 @@ struct Product {
 #pragma unroll
     for (int warp = 0; warp < kWarps; warp++) total += load_shared_float(at.shared + kSquareOffset + warp * 4);
     return rsqrtf(fmaf(total, 1.0f / K, eps));
-  }
-  DEVICE static uint4 normalised(uint4 v, uint4 w, float s) {
-    uint32_t* values = &v.x;
-    const uint32_t* weights = &w.x;
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float2 a = unpack2(values[e]), b = unpack2(weights[e]);
-      values[e] = pack2(a.x * s * b.x, a.y * s * b.y);
-    }
-    return v;
   }
 };
 }  // namespace unquantised

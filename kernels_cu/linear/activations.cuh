@@ -1,5 +1,6 @@
 // Rows of x on their way through a product with weights in 16 bits: copied, normalised, in the order in which lanes read them.
 #pragma once
+#include "norm_values.cuh"
 #include "weight_stream.cuh"
 
 // x in shared memory in the order in which lanes read it, [unit][token tile][32 k][lane] 16 bytes, and its normalisation.
@@ -58,16 +59,6 @@ struct Activations {
   // Norm weights of a unit of the block, in the order of x.
   DEVICE uint4 norm_weights(int block_unit, int j) const {
     return load_shared(at.shared + kNormOffset + block_unit * 128 + j * 64 + at.quarter * 16);
-  }
-  DEVICE uint4 normalised(uint4 v, uint4 w, float s) const {
-    uint32_t* values = &v.x;
-    const uint32_t* weights = &w.x;
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      const float2 a = unpack2(values[e]), b = unpack2(weights[e]);
-      values[e] = pack2(a.x * s * b.x, a.y * s * b.y);
-    }
-    return v;
   }
   DEVICE void normalise_in_place(int at_place, int block_unit) const {
 #pragma unroll

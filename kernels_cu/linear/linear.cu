@@ -53,7 +53,7 @@ DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, Activations&
         for (int i = 0; i < NT; i++) {
           b[j][i] = x.load(x.place(u, turn), i, j0 + j);
           if (NORM && !kResident && !kStaged)
-            b[j][i] = x.normalised(b[j][i], x.norm_weights(x.at.warp * kOwnUnits + u, j0 + j), x.scale[i]);
+            b[j][i] = normalised(b[j][i], x.norm_weights(x.at.warp * kOwnUnits + u, j0 + j), x.scale[i]);
         }
 #pragma unroll
       for (int t = 0; t < GROUP; t++) {
