@@ -204,6 +204,13 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _PACKED
         | _NO_NORM
         | {"WARPGROUPS": 1, "STAGE_SLICES": 2, "TRIGGER": 2, "SMEM_BYTES": 204288},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 32, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
+        | _PACKED
+        | _NO_NORM
+        | {"WARPGROUPS": 1, "CLUSTERS": 1, "RECEIVED_APART": 1, "EARLY_WARPS": 10, "SMEM_BYTES": 169728},
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 32, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
+        | _PACKED
+        | {"WARPGROUPS": 1, "STAGE_SLICES": 2, "FEEDS": 1, "TRIGGER": 2, "SMEM_BYTES": 205696},
     ),
     "load/round_weights.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}, {"WEIGHT_BITS": 2}),
     "linear_packed/prepare_rows.cu": (

@@ -14,7 +14,6 @@ from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, row_bucket
 from cpmrt.cuda.ops.linear_packed.constants import LatentQueriesConstants, LinearPackedConstants, PrepareConstants
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
 from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
-from cpmrt.tensor_spec import Product
 from cpmrt.weights.ternary import TERNARY_BITS
 
 SINGLE_ROW_SUMS = 64
@@ -46,12 +45,13 @@ _EARLY_BYTES, _EARLY_SPLIT_BYTES = 70_000, 102_000
 _LATE_WEIGHTS_ROWS = 8
 # None before this capability either: there a kernel begins when x is there, and x would wait behind the weights.
 _STARTS_EARLY = 90
-# Half of the warps alone do so (EARLY_WARPS) where a chunk for each would be more than this.
-_HALF_EARLY_LEVEL = 65_536
+# Half of the warps alone do so (EARLY_WARPS): with ternary weights where a chunk for each would be more than this; in
+# clusters, at so many rows, where it would be more than may be early.
+_HALF_EARLY_LEVEL, _HALF_EARLY_ROWS = 65_536, 32
 # When the next kernel may start (TRIGGER). At 64 rows that is prepare_rows, whose blocks take registers from the next.
 # Product, whether in clusters: of so many rows x would wait behind what the next kernel reads early.
 _AT_ONCE, _AT_END, _BEHIND_X, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
-_ROWS_BEFORE_NEXT = {("qkv", True): 8, ("residual", False): 32}
+_ROWS_BEFORE_NEXT = {("qkv", True): 8, ("residual", False): 32, ("gate_up", False): 32}
 # Up to this width of a model all of its products ask for as much shared memory as a multiprocessor has, else none does:
 # it changes the split only while it is idle, so a block that wants another one than its neighbours starts late.
 _NARROW_WIDTH = 2048
@@ -218,27 +218,31 @@ def _constants(
     # EARLY_WARPS and OWN_RUNS. Products of more bits wait for memory, qkv for a row's place; they were not measured so.
     is_ternary_row = rows == 1 and layout.bits == TERNARY_BITS and layout.product != "qkv"
     shares_runs = layout.product == "residual" and not prepared and work.shares_runs
+    is_late = work.in_clusters and rows == _HALF_EARLY_ROWS and work.ring.level > _EARLY_BYTES
+    is_early_by_half = is_late and layout.product == "residual"
     return LinearPackedConstants(
         **layout.sizes, rows=rows, norm=normalises, prepared=prepared, portable=device.is_portable,
         warps=work.warps, shared_run=work.shared_run, clusters=work.in_clusters, kept_rounds=work.kept_rounds,
         warpgroups=work.multiplies_together(rows) and not device.is_portable,
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
-        early_slots=0 if device.capability < _STARTS_EARLY else work.early_slots(
+        early_slots=0 if device.capability < _STARTS_EARLY else 1 if is_early_by_half else work.early_slots(
             rows, whole_rows=layout.runs == 1 and normalises and not prepared
         ),
         small_chunks=work.small_chunks or None,
-        early_warps=work.early_warps if is_ternary_row else None,
+        early_warps=work.warps // 2 if is_early_by_half else work.early_warps if is_ternary_row else None,
         own_runs=True if is_ternary_row and shares_runs else None,
         received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),
         smem_bytes=memory.nbytes, row_pitch=row_pitch,
-        trigger=_trigger(layout.product, rows, work),
+        trigger=_trigger(layout, rows, work),
     )  # fmt: skip
 
 
-def _trigger(product: Product, rows: int, work: _Work) -> int:
+def _trigger(layout: PackedLayout, rows: int, work: _Work) -> int:
+    product = layout.product
     if product == "residual" and rows >= _LATE_TRIGGER_ROWS:
         return _AT_END
-    return _BEHIND_X if work.exchanges and _ROWS_BEFORE_NEXT.get((product, work.in_clusters)) == rows else _AT_ONCE
+    is_wide = layout.runs == 1 if product == "gate_up" else work.exchanges  # others were not measured
+    return _BEHIND_X if is_wide and _ROWS_BEFORE_NEXT.get((product, work.in_clusters)) == rows else _AT_ONCE
 
 
 def _width(layout: PackedLayout) -> int:
