@@ -27,6 +27,7 @@ IN_FIRST_TIER = (("sm_87", DType.FLOAT16), ("sm_90", DType.BFLOAT16))
 """Of each file's first sizes."""
 OTHER_SIZES_ON = ("sm_87", "sm_90")
 """Where sizes after a file's first are built: the others compile as one of these does."""
+WITHOUT_CLUSTERS = ("sm_80", "sm_86", "sm_87", "sm_89")
 MOST_SHARED_BYTES = {"sm_87": 166_912, "sm_90": 232_448}
 RESOURCES = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
@@ -59,6 +60,8 @@ def builds() -> Iterator[Any]:
             is_first = constants == constant_sets(file)[0]
             for arch in ARCHITECTURES if is_first else OTHER_SIZES_ON:
                 if file not in files(arch):
+                    continue
+                if constants.get("CLUSTERS", 0) and arch in WITHOUT_CLUSTERS:
                     continue
                 if not is_first and constants.get("SMEM_BYTES", 0) > MOST_SHARED_BYTES[arch]:
                     continue

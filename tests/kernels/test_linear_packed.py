@@ -474,10 +474,19 @@ def test_8_rows_are_normalised_in_clusters_where_one_round_of_them_has_all_tiles
 
 @pytest.mark.parametrize(
     ("name", "rows", "trigger"),
-    [("8B down", 16, 0), ("8B down", 32, 2), ("8B down", 64, 1), ("8B o", 32, 0), ("8B gate_up", 32, 0)],
-)
+    [
+        ("8B down", 16, 0), ("8B down", 32, 2), ("8B down", 64, 1), ("8B o", 32, 0), ("8B gate_up", 32, 2),
+        ("8B gate_up", 16, 0), ("0.5B gate_up", 32, 0),
+    ],
+)  # fmt: skip
 def test_when_the_next_kernel_may_start(name: str, rows: int, trigger: int) -> None:
     assert plan_packed(make_layout(name, H200), rows, H200).constants.trigger == trigger
+
+
+def test_half_of_the_warps_of_a_product_in_clusters_ask_for_weights_early_where_all_would_ask_for_too_many() -> None:
+    for name, rows, early in (("8B o", 32, (1, 10)), ("8B o", 16, (0, None)), ("0.5B down", 32, (2, None))):
+        constants = plan_packed(make_layout(name, H200), rows, H200).constants
+        assert constants.clusters and (constants.early_slots, constants.early_warps) == early, (name, rows)
 
 
 @pytest.mark.parametrize(
