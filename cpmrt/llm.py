@@ -322,7 +322,7 @@ class LLM:
         These are whole pages of 64 tokens. They are in memory then too. Raises PrefixError, RequestError,
         ContextLengthError.
         """
-        return self._prefixes.save(Path(path), self.maker.token_ids(prompt))
+        return self._prefixes.save(path, self.maker.token_ids(prompt))
 
     def load_prefix(self, path: str | Path) -> int:
         """Read a file of `save_prefix`, so that prompts that begin with its tokens begin behind them; return how many.
@@ -330,7 +330,7 @@ class LLM:
         Raises PrefixError for a file that is damaged, or of another model, dtype, context or type of keys and values,
         and RequestError, ContextLengthError.
         """
-        return self._prefixes.load(Path(path))
+        return self._prefixes.load(path)
 
     def prepare_next_turn(self) -> None:
         """Compute the last answers once more, as prompts that begin with them would be, so that these find them.

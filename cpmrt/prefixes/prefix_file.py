@@ -1,7 +1,7 @@
 """The file of a prefix: its tokens and the KV pages that they fill, in the safetensors format.
 
 Tensors: `token_ids` int32 [T], T a multiple of 64; `<cache>.<first page>` [layers, pages, ...] for each cache and each
-run of at most RUN pages; `checksums` uint32, the CRC-32 of each of those, in their order. Metadata: `format`, and the
+run of at most RUN pages; `checksums` uint32, the CRC-32 of each of these, in their order. Metadata: `format`, and the
 `fingerprint` of the model (`identity`).
 """
 
@@ -22,7 +22,8 @@ from cpmrt.errors import CheckpointError, PrefixError, quoted
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.weights.safetensors import SafetensorsFile, encoded_header
 
-FORMAT = "cpmrt prefix 1"
+_FORMAT_NAME = "cpmrt prefix"
+FORMAT = f"{_FORMAT_NAME} 2"
 RUN = 8
 """Pages that are copied and written at a time."""
 _NAMES = {"uint8": "U8", "int8": "I8", "uint16": "U16", "int32": "I32", "uint32": "U32", "float32": "F32"}
@@ -40,19 +41,21 @@ def runs_of(num_pages: int) -> list[range]:
 class PrefixWriter:
     """Writes a prefix file run by run; at the end of the `with` block it is there, after an error nothing is.
 
-    Raises OSError.
+    Raises OSError, and PrefixError where something else than a prefix file would be replaced.
     """
 
     def __init__(self, path: Path, fingerprint: str, token_ids: tuple[int, ...], shapes: Shapes):
-        self._path, self._caches, self._checksums = path, tuple(shapes), list[int]()
+        self._path, self._caches = path, tuple(shapes)
         layout = _layout(len(token_ids) // PAGE_SIZE, shapes)
         self._header = _header(fingerprint, len(token_ids), layout)
-        self._token_ids = np.array(token_ids, "<i4")
+        self._token_ids = np.array(token_ids, "<i4").tobytes()
+        self._checksums = [crc32(self._token_ids)]
 
     def __enter__(self) -> PrefixWriter:
+        _check_replaceable(self._path)
         number, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
         self._file = os.fdopen(number, "wb")
-        self._file.write(self._header + self._token_ids.tobytes())
+        self._file.write(self._header + self._token_ids)
         return self
 
     def add(self, run: Mapping[str, Array]) -> None:
@@ -74,6 +77,20 @@ class PrefixWriter:
         finally:
             with suppress(OSError):  # it is renamed by now, unless something has failed
                 os.unlink(self._temporary)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise PrefixError if there is something at the path that no prefix writer has put there."""
+    if not os.path.lexists(path):
+        return
+    try:
+        file = SafetensorsFile.open(path)
+        file.close()
+        is_prefix = file.metadata.get("format", "").startswith(_FORMAT_NAME)
+    except CheckpointError:
+        is_prefix = False
+    if not is_prefix:
+        raise PrefixError(f"{path} is there already and no prefix file", fix="choose another name, or remove it")
 
 
 @dataclass(frozen=True)
@@ -107,24 +124,30 @@ class PrefixFile:
             found = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
             if not num_tokens or num_tokens % PAGE_SIZE or found != _tensors(num_tokens, layout):
                 raise PrefixError(f"{path} does not hold the pages of its tokens", fix=_MAKE_AGAIN)
-            ids = tuple(int(token) for token in file.view("token_ids"))
+            ids = file.view("token_ids")
+            if _checksum(ids) != file.view("checksums")[0]:
+                raise PrefixError(f"{path} is damaged: the checksum of its tokens does not fit", fix=_MAKE_AGAIN)
         except BaseException:
             file.close()
             raise
-        return cls(path, ids, file, tuple(shapes))
+        return cls(path, tuple(ids.tolist()), file, tuple(shapes))
 
     def runs(self) -> Iterator[tuple[range, dict[str, Array]]]:
         """Yield runs of pages with their contents. Raises PrefixError for one that was changed since it was written."""
-        checksums = iter(self._file.view("checksums").tolist())
+        checksums = iter(self._file.view("checksums")[1:].tolist())
         for pages in runs_of(len(self.token_ids) // PAGE_SIZE):
             run = {cache: self._file.view(f"{cache}.{pages.start}") for cache in self._caches}
             for array in run.values():
-                if crc32(np.ascontiguousarray(array).data.cast("B")) != next(checksums):
+                if _checksum(array) != next(checksums):
                     raise PrefixError(f"{self.path} is damaged: a checksum does not fit", fix=_MAKE_AGAIN)
             yield pages, run
 
     def close(self) -> None:
         self._file.close()
+
+
+def _checksum(array: Array) -> int:
+    return crc32(np.ascontiguousarray(array).data.cast("B"))
 
 
 Layout = dict[str, tuple[str, tuple[int, ...]]]
@@ -141,7 +164,7 @@ def _layout(num_pages: int, shapes: Shapes) -> Layout:
 
 def _tensors(num_tokens: int, layout: Layout) -> Layout:
     """Return all tensors, in the order of the file."""
-    return {"token_ids": ("I32", (num_tokens,)), **layout, "checksums": ("U32", (len(layout),))}
+    return {"token_ids": ("I32", (num_tokens,)), **layout, "checksums": ("U32", (1 + len(layout),))}
 
 
 def _header(fingerprint: str, num_tokens: int, layout: Layout) -> bytes:

@@ -17,6 +17,7 @@ from cpmrt.errors import (
     CpmrtError,
     PrefixError,
     RequestError,
+    quoted,
     reason_of,
 )
 from cpmrt.memory.caches import PAGE_SIZE
@@ -61,12 +62,12 @@ class Prefixes:
         regions = {region.name: region for region in self._plan.regions}
         return {name: (region.shape, region.dtype) for name, region in self._plan.paged(regions).items()}
 
-    def save(self, path: Path, token_ids: tuple[int, ...]) -> int:
+    def save(self, path: str | Path, token_ids: tuple[int, ...]) -> int:
         """Compute the whole pages of a prompt and write them to a file; return the number of their tokens.
 
         Raises RequestError for a prompt without a whole page, ContextLengthError, PrefixError.
         """
-        return self._save(path, token_ids)
+        return self._save(_as_path(path), token_ids)
 
     def _save(self, path: Path, token_ids: tuple[int, ...], *, reuses_known: bool = False) -> int:
         self._check_reuse()
@@ -78,17 +79,17 @@ class Prefixes:
         try:
             with PrefixWriter(path, self._fingerprint, kept, self._shapes) as writer:
                 transfer.save(self._engine, self._run, writer, kept, reuses_known=reuses_known)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise PrefixError(f"{path} cannot be written: {reason_of(error)}") from error
         return len(kept)
 
-    def load(self, path: Path) -> int:
+    def load(self, path: str | Path) -> int:
         """Read the pages in a file, for prompts that begin with their tokens; return the number of these.
 
         Raises PrefixError for a file of another model or one that is damaged, ContextLengthError.
         """
         self._check_reuse()
-        file = PrefixFile.open(path, self._fingerprint, self._shapes)
+        file = PrefixFile.open(_as_path(path), self._fingerprint, self._shapes)
         try:
             self._check_length(len(file.token_ids))
             transfer.load(self._engine, self._run, file)
@@ -113,7 +114,7 @@ class Prefixes:
                         self._fetch(self._folder, part)
         except ClosedError:
             raise
-        except (CpmrtError, OSError) as error:
+        except (CpmrtError, OSError, ValueError) as error:
             warnings.warn(f"the prefix folder is of no use: {error}", stacklevel=3)
 
     def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
@@ -158,3 +159,9 @@ class Prefixes:
                 "the prefix does not fit the context", expected=f"at most {self._engine.limits.max_context} tokens",
                 actual=num_tokens, fix="raise max_context",
             )  # fmt: skip
+
+
+def _as_path(path: object) -> Path:
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise PrefixError("the path of a prefix", expected="a string or a Path", actual=quoted(path))
+    return Path(path)
