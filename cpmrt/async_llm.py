@@ -180,31 +180,32 @@ class AsyncLLM:
 class AsyncTextStream(AsyncIterator[Piece]):
     """Iterates over the pieces of one generation with `async for`.
 
-    The request is cancelled when the stream is closed, when its `async with` block is left, when nothing refers to the
-    stream any more and when the task that waits for a piece is cancelled. It begins when its first piece is waited for,
-    which also raises what is wrong with the prompt.
+    Several tasks may read it: each piece goes to one. The request is cancelled when the stream is closed, when its
+    `async with` block is left, when nothing refers to the stream any more and when a task that waits for a piece is
+    cancelled. It begins when its first piece is waited for, which also raises what is wrong with the prompt.
     """
 
     def __init__(self, shared: SharedEngine, make: Callable[[], Generation], engine_inbox: Inbox):
         self._shared, self._make, self._engine_inbox = shared, make, engine_inbox
         self._job: Generation | None = None
-        self._is_over = False
+        self._is_over, self._reading = False, asyncio.Lock()
 
     async def __anext__(self) -> Piece:
-        if self._is_over:
-            raise StopAsyncIteration
-        try:
-            job = self._job or await self._begin()
-            _, part = await self._inbox.get()
-        except BaseException:
-            self.close()
-            raise
-        job.read(part)
-        if isinstance(part, Ended):
-            self._is_over = True
-            self._cancel.detach()
-            raise part.error or StopAsyncIteration
-        return part
+        async with self._reading:
+            if self._is_over:
+                raise StopAsyncIteration
+            try:
+                job = self._job or await self._begin()
+                _, part = await self._inbox.get()
+            except BaseException:
+                self.close()
+                raise
+            job.read(part)
+            if isinstance(part, Ended):
+                self._is_over = True
+                self._cancel.detach()
+                raise part.error or StopAsyncIteration
+            return part
 
     async def _begin(self) -> Generation:
         job, self._inbox = await asyncio.to_thread(self._make), LoopInbox()

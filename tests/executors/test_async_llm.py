@@ -110,6 +110,22 @@ def test_a_cancelled_task_and_a_left_stream_free_their_slots(llm):
     asyncio.run(run())
 
 
+def test_tasks_that_read_one_stream_get_each_piece_once(llm):
+    async def run():
+        async with AsyncLLM(llm) as fast:
+            expected = (await fast.generate("abc", SAMPLED)).text
+            stream = fast.stream("abc", SAMPLED)
+
+            async def read():
+                return [piece.text async for piece in stream]
+
+            parts = await asyncio.wait_for(asyncio.gather(*(read() for _ in range(3))), 60)
+            assert sorted("".join(map("".join, parts))) == sorted(expected) and stream.completion.text == expected
+            await until(lambda: is_whole(llm))
+
+    asyncio.run(run())
+
+
 def test_closing_ends_what_waits(checkpoint):
     async def run():
         llm = LLM(checkpoint, executor="reference")
