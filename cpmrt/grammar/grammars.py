@@ -192,21 +192,29 @@ def _grammar(form: Form) -> str:
 
 
 def _in_lark(text: str) -> str:
-    """Return a grammar in the syntax of Lark, that of llama.cpp (GBNF) among them. Raises ValueError."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    """Return a grammar in the syntax of Lark, also of one in that of llama.cpp (GBNF). Raises ValueError."""
+    from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        return any_to_lark(text)
-    except GbnfToLarkError as error:
-        raise ValueError(str(error)) from None
+        return str(any_to_lark(text))
+    except Exception as error:  # of any type: it only reads the text
+        raise ValueError(f"{error}, where it was read as GBNF") from None
+
+
+_EXPECTED = {
+    "json_schema": "a JSON schema", "regex": "a regular expression", "choices": "a list of texts",
+    "grammar": "a grammar in the syntax of Lark or GBNF",
+}  # fmt: skip
+_IN_OUR_WORDS = {"NoExtensionBias": "one that no text matches", "initial_lexer_fuel": "one that is too complex"}
+"""What llguidance says by a name of its own, by that name."""
 
 
 def _refused(form: Form, reason: str) -> RequestError:
-    names = {"json_schema": "a JSON schema", "regex": "a regular expression", "grammar": "a grammar in Lark's syntax"}
-    expected = names.get(form.kind, "a list of texts") + " that can be compiled"
+    expected = _EXPECTED[form.kind] + " that can be compiled"
     if form.kind == "regex":  # the other lines of the report are about the grammar around it
         reason = next((line for line in reason.splitlines() if line.startswith("error: ")), reason)
-    actual = " ".join(reason.removeprefix("error: ").split())[:300]
+    said = next((words for sign, words in _IN_OUR_WORDS.items() if sign in reason), reason)
+    actual = " ".join(said.removeprefix("error: ").split())[:300]
     return RequestError(f"SamplingParams.{form.kind}", expected=expected, actual=actual)
 
 

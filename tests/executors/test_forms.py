@@ -244,6 +244,11 @@ HOSTILE = {
         "grammar": "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(40)) + 'A40: "x"'
     },
     "no grammar": {"grammar": "x"},
+    "GBNF without a rule": {"grammar": "root ::= x"},
+    "GBNF without a root": {"grammar": 'top ::= "a"'},
+    "GBNF whose names become one": {"grammar": 'root ::= a-b | a_b\na-b ::= "x"\na_b ::= "y"'},
+    "GBNF that ends in a backslash": {"grammar": 'root ::= "a" \\'},
+    "an expression that matches nothing": {"regex": "[^\\s\\S]"},
     "too long": {"regex": "a" * 300_000},
 }
 
@@ -251,9 +256,10 @@ HOSTILE = {
 @pytest.mark.parametrize("form", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_forms_are_refused(llm, form):
     begun = perf_counter()
-    with pytest.raises(RequestError, match="SamplingParams"):
+    with pytest.raises(RequestError, match="SamplingParams") as caught:
         llm.generate(PROMPT, SamplingParams(**form))
     assert perf_counter() - begun < 4
+    assert "\n" not in str(caught.value) and "NoExtensionBias" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
