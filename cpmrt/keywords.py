@@ -63,10 +63,9 @@ def checks_fields(cls: type[C]) -> type[C]:
 
 
 def _unknown(function: str, name: str, known: Set[str], hints: Mapping[str, str]) -> ArgumentError:
-    what = f"{function}: there is no argument {quoted(name)}"
-    if name in hints:
-        return ArgumentError(what, fix=hints[name])
-    meant = _ELSEWHERE.get(name)
+    what, meant = f"{function}: there is no argument {quoted(name)}", _ELSEWHERE.get(name)
+    if hint := hints.get(name) or hints.get(meant or ""):
+        return ArgumentError(what, fix=hint)
     near = [meant] if meant in known else get_close_matches(name, sorted(known), 1, 0.5)
     if near:
         return ArgumentError(what, fix=f"did you mean {near[0]}?")

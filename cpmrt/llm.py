@@ -14,7 +14,7 @@ from cpmrt.collector import no_collections
 from cpmrt.config import EngineConfig, ModelConfig, SamplingDefaults, SamplingParams, SparseSetting
 from cpmrt.config.engine import parse_bytes
 from cpmrt.dtypes import F32
-from cpmrt.errors import CpmrtError
+from cpmrt.errors import ConfigError, CpmrtError, quoted
 from cpmrt.executor_choice import begin_device
 from cpmrt.keywords import checks_keywords
 
@@ -110,6 +110,8 @@ class LLM:
             cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,
             prefix_dir=str(prefix_dir) if isinstance(prefix_dir, Path) else prefix_dir, lm_head_screen=lm_head_screen,
         )  # fmt: skip
+        if on_step is not None and not callable(on_step):
+            raise ConfigError("on_step", expected="a function of a step and its result", actual=quoted(on_step))
         begin_device(settings)
         with no_collections():
             from cpmrt.engine import Engine

@@ -77,8 +77,9 @@ class EngineConfig:
             raise ConfigError("prefix_dir", expected="nothing without the prefix cache", actual=quoted(self.prefix_dir))
         if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
             raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=quoted(self.lm_head_bits))
-        if not isinstance(self.lm_head_screen, bool):
-            raise ConfigError("lm_head_screen", expected="True | False", actual=quoted(self.lm_head_screen))
+        for switch in ("cuda_graphs", "dependent_launch", "lm_head_screen"):
+            if not isinstance(getattr(self, switch), bool):
+                raise ConfigError(switch, expected="True | False", actual=quoted(getattr(self, switch)))
         if self.lm_head_screen and self.lm_head_bits is not None:
             raise ConfigError(
                 "lm_head_screen", expected="a head in 16 bits", actual=f"lm_head_bits={self.lm_head_bits}",

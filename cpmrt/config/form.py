@@ -21,6 +21,7 @@ FORM_FIELDS: tuple[FormKind, ...] = typing.get_args(FormKind)
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 """JSON is written as Python's json.dumps writes it: a model cannot go on with white space for ever, and what stands
 between values need not be sampled. The names are llguidance's."""
+_ARRAYS = (list, set, frozenset, Sequence)
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
@@ -71,7 +72,10 @@ def schema_text(schema: object) -> str:
         except (ValueError, RecursionError) as error:
             raise _wrong(f"text that is no JSON ({error})"[:120]) from None
     elif hasattr(schema, "model_json_schema"):
-        schema = schema.model_json_schema()
+        try:
+            schema = schema.model_json_schema()
+        except Exception as error:  # pydantic's own, of a field that JSON has no values of
+            raise _wrong(f"a model without one ({error})"[:120]) from None
     elif isinstance(schema, type) and dataclasses.is_dataclass(schema):
         schema = _of_dataclass(schema)
     if not isinstance(schema, (Mapping, bool)):
@@ -98,7 +102,10 @@ def _of_dataclass(kind: Any, path: tuple[type, ...] = ()) -> dict[str, Any]:
     """Return the schema of a dataclass: a property for each field, required unless it has a default."""
     if kind in path:
         raise _wrong(f"the recursive dataclass {kind.__name__}")
-    hints = typing.get_type_hints(kind)
+    try:
+        hints = typing.get_type_hints(kind)
+    except Exception as error:  # of a name that is not known where the dataclass is
+        raise _wrong(f"the dataclass {kind.__name__}, whose types cannot be read ({error})"[:160]) from None
     fields = [field for field in dataclasses.fields(kind) if field.init]
     missing = dataclasses.MISSING
     return {
@@ -120,10 +127,11 @@ def _of_type(hint: Any, path: tuple[type, ...]) -> dict[str, Any]:
         return {"enum": list(args)}
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_of_type(each, path) for each in args]}
-    if origin in (list, set, frozenset, Sequence) or (origin is tuple and args[1:] == (...,)):
-        return {"type": "array", "items": _of_type(args[0], path)}
-    if origin in (dict, Mapping) and args[0] is str:
-        return {"type": "object", "additionalProperties": _of_type(args[1], path)}
+    kind = origin or hint
+    if kind in _ARRAYS or (kind is tuple and args[1:] == (...,)):
+        return {"type": "array", "items": _of_type(args[0] if args else Any, path)}
+    if kind in (dict, Mapping) and args[:1] in ((), (str,)):
+        return {"type": "object", "additionalProperties": _of_type(args[1] if args else Any, path)}
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return {"enum": [member.value for member in hint]}
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):

@@ -120,9 +120,9 @@ class Sampling:
 
 
 _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
-    "max_new_tokens": (int, 1, 2**31 - 1, "an integer >= 1"),
-    "temperature": (float, 0.0, 1e6, "a number >= 0"),
-    "top_k": (int, 0, 2**31 - 1, "an integer >= 0 (0: off)"),
+    "max_new_tokens": (int, 1, 2**31 - 1, "an integer from 1 to 2147483647, or None for as many as fit"),
+    "temperature": (float, 0.0, 1e6, "a number in [0, 1000000]"),
+    "top_k": (int, 0, 2**31 - 1, "an integer from 0 (off) to 2147483647"),
     "top_p": (float, 1e-9, 1.0, "a number in (0, 1]"),
     "min_p": (float, 0.0, 1.0, "a number in [0, 1]"),
     "repetition_penalty": (float, 1e-3, 1e3, "a number in [0.001, 1000] (1: off)"),
@@ -132,7 +132,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "seed": (int, -(2**63), 2**64 - 1, "an integer of 64 bits"),
     "loop_repeats": (int, 0, 1000, "0 (off) or an integer from 2 to 1000"),
     "loop_penalty": (float, 1.0, 1e3, "a number in [1, 1000] (1: off)"),
-    "max_thinking_tokens": (int, 1, 2**31 - 1, "an integer >= 1"),
+    "max_thinking_tokens": (int, 1, 2**31 - 1, "an integer from 1 to 2147483647, or None for no limit"),
 }
 _RANGES["n"] = (int, 1, 256, "an integer in [1, 256]")
 _OPTIONAL = (
@@ -156,10 +156,10 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def _biases(pairs: object) -> tuple[tuple[int, float], ...]:
-    """Checked pairs, in the order of their token ids. A dict counts as its items."""
-    items = pairs.items() if isinstance(pairs, dict) else pairs
+    """Checked pairs, in the order of their token ids. A mapping counts as its items."""
+    items = pairs.items() if isinstance(pairs, Mapping) else pairs
     checked: dict[int, float] = {}
-    for pair in items if isinstance(items, Iterable) else [None]:
+    for pair in items if isinstance(items, Iterable) else [pairs]:
         token: Any
         bias: Any
         token, bias = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (None, None)

@@ -73,7 +73,7 @@ def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
     """Return the folder of a draft: a folder, one within the target's, or that of a hub id. Raises CheckpointError."""
     within = target / draft
     if not os.path.exists(os.path.expanduser(draft)):
-        if within.is_dir():
+        if draft and within.is_dir():
             return within
         if "/" not in draft and ":" not in draft:
             raise CheckpointError(

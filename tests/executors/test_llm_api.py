@@ -13,7 +13,14 @@ from tiny_checkpoint import write_checkpoint
 import cpmrt
 from cpmrt import LLM, SamplingParams
 from cpmrt.engine import request_seed
-from cpmrt.errors import ArgumentError, ConfigError, ContextLengthError, CpmrtError, RequestError
+from cpmrt.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    CpmrtError,
+    RequestError,
+)
 from cpmrt.executor import Decode
 
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
@@ -138,6 +145,7 @@ def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint,
     (lambda llm: llm.chat(HI, stream=True), ArgumentError, r"use llm.stream\(prompt\)"),
     (lambda llm: llm.generate("a", temperature=9), ArgumentError, r"SamplingParams\(temperature=...\)"),
     (lambda llm: llm.generate("a", parms=SAMPLED), ArgumentError, "did you mean params?"),
+    (lambda llm: llm.generate("a", max_tokens=9), ArgumentError, r"SamplingParams\(max_new_tokens=...\)"),
     (lambda llm: llm.stream("a", progress=True), ArgumentError, "expected params, prompt"),
     (lambda llm: LLM(max_model_len=5), ArgumentError, "did you mean max_context?"),
     (lambda llm: LLM(excutor="reference"), ArgumentError,
@@ -145,10 +153,15 @@ def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint,
     (lambda llm: SamplingParams(max_tokens=5), ArgumentError, "did you mean max_new_tokens?"),
     (lambda llm: SamplingParams(temprature=5), ArgumentError, "did you mean temperature?"),
     (lambda llm: SamplingParams(n=0), RequestError, "SamplingParams.n"),
+    (lambda llm: SamplingParams(max_new_tokens=2**31), RequestError, "from 1 to 2147483647, or None for as many"),
+    (lambda llm: SamplingParams(logit_bias=1), RequestError, "token ids with numbers .* got 1"),
     (lambda llm: LLM(5), ConfigError, "model: expected a folder or a hub id, got 5"),
     (lambda llm: LLM(b"folder"), ConfigError, "model: expected a folder or a hub id"),
     (lambda llm: LLM(executor=3), ConfigError, "executor"),
     (lambda llm: LLM(draft=3), ConfigError, "draft"),
+    (lambda llm: LLM(draft=""), CheckpointError, "draft '': expected an existing folder or a hub id"),
+    (lambda llm: LLM(on_step=7), ConfigError, "on_step: expected a function of a step and its result, got 7"),
+    (lambda llm: LLM(cuda_graphs="no"), ConfigError, r"cuda_graphs: expected True \| False, got 'no'"),
     (lambda llm: pickle.dumps(llm), CpmrtError, "an LLM cannot be pickled or copied"),
     (lambda llm: copy.copy(llm), CpmrtError, "an LLM cannot be pickled or copied"),
     (lambda llm: llm.chat([{"role": "bot", "content": "hi"}]), RequestError, r"messages\[0\].role"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import typing
+from dataclasses import make_dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -175,6 +178,42 @@ def test_arguments_without_bounds_are_refused_on_one_line(ask, tmp_path):
     with LLM(write_checkpoint(tmp_path), executor="reference") as llm, pytest.raises(RequestError) as caught:
         ask(llm)
     assert "an integer of 16610 bits" in str(caught.value)
+
+
+def test_a_mapping_of_any_kind_says_what_is_added_to_logits():
+    assert SamplingParams(logit_bias=MappingProxyType({4: 1, 2: -1})).logit_bias == ((2, -1.0), (4, 1.0))
+
+
+ANYTHING = {"type": "array", "items": {}}
+
+
+@pytest.mark.parametrize(("hint", "expected"), [
+    (typing.List, ANYTHING), (typing.Set, ANYTHING), (typing.Sequence, ANYTHING), (list, ANYTHING),  # noqa: UP006
+    (typing.Dict, {"type": "object", "additionalProperties": {}}),  # noqa: UP006
+    (dict[str, list], {"type": "object", "additionalProperties": ANYTHING}),
+    (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}),
+])  # fmt: skip
+def test_fields_of_a_dataclass_may_leave_out_what_is_in_them(hint, expected):
+    schema = json.loads(SamplingParams(json_schema=make_dataclass("D", [("a", hint)])).json_schema)
+    assert schema["properties"] == {"a": expected}
+
+
+class Unsaid:
+    """As pydantic has models that JSON cannot express."""
+
+    @classmethod
+    def model_json_schema(cls):
+        raise LookupError("no schema\nof this")
+
+
+@pytest.mark.parametrize("schema", [
+    make_dataclass("D", [("a", "Nowhere")]), make_dataclass("D", [("a", dict[int, int])]),
+    make_dataclass("D", [("a", tuple)]), Unsaid,
+], ids=["unknown name", "numbers as keys", "tuple", "pydantic"])  # fmt: skip
+def test_a_type_without_a_schema_is_refused_on_one_line(schema):
+    with pytest.raises(RequestError, match="SamplingParams.json_schema: expected a JSON schema") as caught:
+        SamplingParams(json_schema=schema)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_set_is_taken_in_one_order():
