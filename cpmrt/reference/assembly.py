@@ -88,7 +88,15 @@ def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:
 
 
 def _budget(settings: EngineConfig) -> int:
-    return settings.memory_budget or max(available_bytes() - _RESERVED_BYTES, 1)
+    if settings.memory_budget is not None:
+        return settings.memory_budget
+    free = available_bytes()
+    if free <= _RESERVED_BYTES:
+        raise MemoryPlanError(
+            "the system leaves this process too little memory", expected=f"more than {format_bytes(_RESERVED_BYTES)}",
+            actual=format_bytes(free), fix="close other programs, or raise the limit of the process (ulimit -v)",
+        )  # fmt: skip
+    return free - _RESERVED_BYTES
 
 
 def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:

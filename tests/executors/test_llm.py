@@ -196,6 +196,13 @@ def test_memory_is_free_at_once(checkpoint, tmp_path, settings, is_closed):
         gc.enable()
 
 
+def test_a_process_with_too_little_memory_says_so(checkpoint, monkeypatch):
+    monkeypatch.setattr("cpmrt.reference.assembly.available_bytes", lambda: 100 << 20)
+    with pytest.raises(MemoryPlanError, match=r"expected more than 256.00 MiB, got 100.00 MiB; .*ulimit"):
+        LLM(checkpoint, executor="reference")
+    LLM(checkpoint, executor="reference", memory_budget="64MiB").close()
+
+
 @pytest.mark.parametrize(("arguments", "error", "words"), [
     ({"executor": "cuda"}, NoDeviceError, "reference"),
     ({"executor": "auto"}, NoDeviceError, "reference"),
