@@ -37,10 +37,36 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
     return schemas
 
 
+def called_names(tools: Iterable[Mapping[str, Any]], tool_choice: str) -> tuple[str, ...]:
+    """Return the names of the tools of which one must be called. Raises RequestError for a choice that there is not."""
+    names = tuple(schemas_of(tools))
+    if tool_choice in ("auto", "none"):
+        return ()
+    if not names:
+        raise RequestError("tool_choice", expected="auto or none without tools", actual=quoted(tool_choice))
+    if tool_choice == "required":
+        return names
+    if tool_choice not in names:
+        raise RequestError("tool_choice", expected="auto | required | none | a tool's name", actual=quoted(tool_choice))
+    return (tool_choice,)
+
+
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of a function's parameters by their names; none where it lists them in no such way."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the parameters that a call must have; none where the schema lists them in no such way."""
+    required = schema.get("required")
+    return frozenset(each for each in (required if isinstance(required, list) else ()) if isinstance(each, str))
+
+
 def listed_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema lists as its `type`; none if it does not say."""
     listed = schema.get("type")
-    return {listed} if isinstance(listed, str) else set(listed) if isinstance(listed, list) else set()
+    return {each for each in (listed if isinstance(listed, list) else [listed]) if isinstance(each, str)}
 
 
 def as_json(value: object) -> str:

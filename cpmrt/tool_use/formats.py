@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cpmrt.tool_use.calls import Call, Schemas, as_json
+from cpmrt.tool_use.calls import Call, Schemas, as_json, properties_of
 from cpmrt.tool_use.xml_calls import read_xml_call
 
 MAX_CALL_CHARACTERS = 2**20
@@ -122,7 +122,7 @@ def _python_call(statement: ast.stmt, schemas: Schemas) -> Call:
     if not isinstance(node, ast.Call):
         raise ValueError("no call")
     name = _dotted(node.func)
-    order = list(schemas.get(name, {}).get("properties") or {})
+    order = list(properties_of(schemas.get(name, {})))
     if len(node.args) > len(order):
         raise ValueError("positional arguments without names")
     arguments = {order[index]: _literal(value) for index, value in enumerate(node.args)}

@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from cpmrt.config.form import JSON_STYLE
-from cpmrt.errors import RequestError
+from cpmrt.errors import RequestError, quoted
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.text.markers import special_markers
-from cpmrt.tool_use.calls import Schemas, listed_types
+from cpmrt.tool_use.calls import Schemas, listed_types, properties_of, required_of
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
 
 _JSON = {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'}
@@ -51,7 +51,7 @@ def grammar_of(
     """
     for name in schemas:
         if not _NAME.fullmatch(name):
-            raise RequestError(f"tools: the name {name!r}", expected="letters, digits and _ . : -")
+            raise RequestError(f"tools: the name {quoted(name)}", expected="letters, digits and _ . : -")
     rules = _Rules(partial(_terminals, special_markers(tokenizer)))
     make = {PYTHON.start: rules.python_call, XML.start: rules.xml_call}.get(form.start, rules.json_call)
     calls = [make(f"c{number}", name, schema) for number, (name, schema) in enumerate(schemas.items())]
@@ -81,9 +81,10 @@ class _Rules:
         return self.add(rule, f"{before} {_json(_arguments(schema))} {after}")
 
     def python_call(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
-        for part in (*name.split("."), *(schema.get("properties") or {})):
+        for part in (*name.split("."), *properties_of(schema)):
             if not part.isidentifier() or keyword.iskeyword(part):
-                raise RequestError(f"tools: the name {part!r}", expected="a name as Python has them, for this model")
+                expected = "a name as Python has them, for this model"
+                raise RequestError(f"tools: the name {quoted(part)}", expected=expected)
         pairs = [
             (self.text(f"{key}="), _json(_within(schema, value)), is_required)
             for key, value, is_required in _properties(schema)
@@ -144,15 +145,15 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the schema of all arguments: an object, of nothing where nothing is said."""
-    return {"type": "object", "additionalProperties": bool(schema.get("additionalProperties")), **schema}
+    return {"additionalProperties": bool(schema.get("additionalProperties")), **schema, "type": "object"}
 
 
 def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Yield name, schema and whether it is required of each property."""
-    required = set(schema.get("required") or ())
-    for name, value in (schema.get("properties") or {}).items():
+    required = required_of(schema)
+    for name, value in properties_of(schema).items():
         if not _NAME.fullmatch(name):
-            raise RequestError(f"tools: the parameter {name!r}", expected="letters, digits and _ . : -")
+            raise RequestError(f"tools: the parameter {quoted(name)}", expected="letters, digits and _ . : -")
         yield name, value, name in required
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from cpmrt.tool_use.calls import Call, Schemas, as_json
+from cpmrt.tool_use.calls import Call, Schemas, as_json, properties_of
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
 from cpmrt.tool_use.xml_calls import FUNCTION, PARAM, read_param, typed_value
 
@@ -68,14 +68,15 @@ def _xml_call(text: str, schemas: Schemas) -> Iterator[Call]:
     function = FUNCTION.match(text)
     if function is None:
         return
-    properties = schemas.get(function[1], {}).get("properties") or {}
+    properties = properties_of(schemas.get(function[1], {}))
     members, at = list[str](), function.end()
     while (head := PARAM.match(text, at)) is not None:
         schema = properties.get(head[1])
         try:
             value, at = read_param(text, head.end())
         except ValueError:
-            begun = _begun_cdata(text[head.end() :]) if schema and schema.get("type") == "string" else None
+            is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
+            begun = _begun_cdata(text[head.end() :]) if is_text else None
             if begun is not None:
                 members.append(f"{as_json(head[1])}: {begun}")
             break

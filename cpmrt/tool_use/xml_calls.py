@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from html import unescape
 from typing import Any
 
-from cpmrt.tool_use.calls import Call, Schemas, as_json, listed_types
+from cpmrt.tool_use.calls import Call, Schemas, as_json, listed_types, properties_of, required_of
 
 FUNCTION = re.compile(r'([^"]+)"\s*>')
 PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')
@@ -34,13 +34,13 @@ def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
     if body.startswith("<arguments>"):
         body = body.removeprefix("<arguments>").removesuffix("</arguments>")
     schema = schemas[function[1]]
-    properties = schema.get("properties") or {}
+    properties = properties_of(schema)
     arguments: dict[str, Any] = {}
     for name, value in _params(body):
         if name in arguments or not (name in properties or not properties or schema.get("additionalProperties")):
             raise ValueError(f"parameter {name!r} is unknown or given twice")
         arguments[name] = typed_value(value, properties.get(name))
-    if missing := set(schema.get("required") or ()) - set(arguments):
+    if missing := required_of(schema) - arguments.keys():
         raise ValueError(f"required parameters are missing: {missing}")
     return [Call(function[1], as_json(arguments))]
 

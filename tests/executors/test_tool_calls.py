@@ -7,6 +7,7 @@ import pytest
 from form_cases import schemas
 
 from cpmrt import LLM, RequestError, SamplingParams
+from cpmrt.grammar import Thought
 from cpmrt.tool_use.finder import calls_in
 from cpmrt.tool_use.formats import FORMATS, HERMES, PYTHON
 from cpmrt.tool_use.grammars import grammar_of
@@ -69,3 +70,11 @@ def test_a_name_that_no_grammar_can_have_is_refused(llm):
         grammar_of(HERMES, {'a"b': {}}, llm.tokenizer, one_call=True)
     with pytest.raises(RequestError, match="as Python has them"):
         grammar_of(PYTHON, {"f": {"properties": {"class": {}}}}, llm.tokenizer, one_call=True)
+
+
+def test_arguments_are_an_object_even_where_a_schema_allows_more(llm):
+    """All of the call is certain then."""
+    schema = {"type": ["null", "object"], "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    params = SamplingParams(grammar=grammar_of(HERMES, {"f": schema}, llm.tokenizer, one_call=True))
+    forced = llm.maker.grammars.matcher(params.form, Thought())().forced()
+    assert b'"arguments": {"a": 1}' in b"".join(map(llm.tokenizer.written_bytes, forced))

@@ -129,3 +129,11 @@ def test_blocks_of_other_formats_are_read_when_they_are_whole():
 
 def test_a_block_that_is_too_long_grows_no_more():
     assert growing_calls(HERMES, '{"name": "write", "arguments": {"code": "' + "x" * MAX_GROWING, SCHEMAS) == []
+
+
+def test_a_parameter_of_any_value_grows_too():
+    """A schema may be `true`, or wrong in any way where the model need not call."""
+    begun = 'write"><param name="text"><![CDATA[so'
+    for schema in (True, 5, ["string"]):
+        (call,) = growing_calls(XML, begun, {"write": {"properties": {"text": schema}, "required": 5}})
+        assert call.name == "write"
