@@ -22,7 +22,8 @@ from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.markers import marker_ids
 from cpmrt.text.messages import checked_tools
 from cpmrt.text.thinking import closings, opened_thought, opening_tokens, prompt_end_of
-from cpmrt.tool_use.calls import schemas_of
+from cpmrt.tool_use.blame import blamed, check_schemas
+from cpmrt.tool_use.calls import called_names, schemas_of
 from cpmrt.tool_use.grammars import format_of, grammar_of
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
@@ -90,38 +91,46 @@ class JobMaker:
         """Return settings under which an answer calls one of the tools named `called`, or several.
 
         If none is named the answer is free until it begins to call one of the tools, and a JSON schema leaves room for
-        calls. Raises RequestError.
+        calls. Settings stay as they are where a free answer cannot be bound: without llguidance, for an executor
+        without masks, and for tools that no grammar can have. The model may call those all the same, as well as it can.
+        Raises RequestError.
         """
         if called and params.form is not None:
             raise RequestError("tool_choice", expected="no other form of the answer", actual=params.form.kind)
-        if not called and params.form is None and tools:
-            return self._free_before_calls(params, tools, one_call=one_call)
-        if not called and (params.json_schema is None or not tools):
+        is_free = not called and params.form is None
+        if not called and (not tools or not (is_free or params.json_schema)):
             return params
+        if is_free and (self.tokenizer is None or missing_packages("grammar") or not self.engine.limits.takes_masks):
+            return params
+        try:
+            return self._bound(params, tools, called, one_call=one_call, is_free=is_free)
+        except RequestError:
+            if is_free:
+                return params
+            raise
+
+    def _bound(
+        self, params: SamplingParams, tools: Sequence[Tool], called: Sequence[str], *, one_call: bool, is_free: bool
+    ) -> SamplingParams:
+        """Return settings with a grammar of calls, which has been compiled; with `is_free` it begins with a call."""
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="leave out tool_choice")
         schemas = {name: schema for name, schema in schemas_of(tools).items() if name in called or not called}
-        form, instead = format_of(self.chat_template), params.json_schema
-        grammar = grammar_of(form, schemas, self.tokenizer, one_call=one_call, instead=instead)
-        return replace(params, json_schema=None, grammar=grammar)
-
-    def _free_before_calls(self, params: SamplingParams, tools: Sequence[Tool], *, one_call: bool) -> SamplingParams:
-        """Return settings under which whatever calls an answer makes are calls of these tools.
-
-        They stay as they are where that cannot be had: without llguidance, for an executor without masks, and for tools
-        that no grammar can have. The model may call those all the same, as well as it can.
-        """
-        if self.tokenizer is None or missing_packages("grammar") or not self.engine.limits.takes_masks:
-            return params
+        check_schemas(tools, schemas)
         form = format_of(self.chat_template)
+        grammar = grammar_of(form, schemas, self.tokenizer, one_call=one_call, instead=params.json_schema)
+        trigger = form.start if is_free else None
         try:
-            grammar = grammar_of(form, schemas_of(tools), self.tokenizer, one_call=one_call)
-            bound = replace(params, grammar=grammar, grammar_trigger=form.start)
+            bound = replace(params, json_schema=None, grammar=grammar, grammar_trigger=trigger)
             assert bound.form is not None
-            self.grammars.trigger(bound.form, Thought())
-        except RequestError:
-            return params
+            self.grammars.matcher(bound.form, Thought())
+        except RequestError as refusal:
+            raise blamed(refusal, grammar, tools, tuple(schemas)) from None
         return bound
+
+    def may_offer(self, tools: Sequence[Tool], called: Sequence[str]) -> bool:
+        """Tell whether the model hears of these tools, or need not since a grammar makes it call those named."""
+        return not tools or bool(called) or self.chat_template is None or self.chat_template.takes_tools
 
     def choices(self, prompt: Prompt, params: SamplingParams | None) -> list[Generation]:
         """Return the `params.n` generations of a prompt, each with a seed of its own."""
@@ -174,7 +183,10 @@ class JobMaker:
         `options` as for `chat_prompt`. Raises RequestError, ContextLengthError.
         """
         tools = () if tool_choice == "none" else tuple(checked_tools(tools) or ())
-        called = _called(tools, tool_choice)
+        called = called_names(tools, tool_choice)
+        if not self.may_offer(tools, called):
+            fix = 'pass tool_choice="required" or a tool\'s name, or leave them out'
+            raise RequestError("tools: the chat template of this model has none", fix=fix)
         prompts = self.chat_prompts(messages, tools=tools or None, **options)
         bind = partial(self.calling, tools=tools, called=called, one_call=tool_choice in called)
         if isinstance(params, (list, tuple)):
@@ -324,20 +336,6 @@ class JobMaker:
     def _end_token_ids(self) -> tuple[int, ...]:
         own = self.tokenizer.eos_token_ids if self.tokenizer else ()
         return (*self.config.eos_token_ids, *own)
-
-
-def _called(tools: Sequence[Tool], tool_choice: str) -> tuple[str, ...]:
-    """Return the names of the tools of which one must be called. Raises RequestError for a choice that there is not."""
-    names = tuple(schemas_of(tools))
-    if tool_choice in ("auto", "none"):
-        return ()
-    if not names:
-        raise RequestError("tool_choice", expected="auto or none without tools", actual=quoted(tool_choice))
-    if tool_choice == "required":
-        return names
-    if tool_choice not in names:
-        raise RequestError("tool_choice", expected="auto | required | none | a tool's name", actual=quoted(tool_choice))
-    return (tool_choice,)
 
 
 def is_batch(prompt: object) -> TypeGuard[Prompts]:

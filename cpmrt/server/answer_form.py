@@ -23,12 +23,13 @@ _GUIDED = {
 _OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 
 
-def read_form(fields: Fields) -> dict[str, Any]:
-    """Return the field of SamplingParams that gives the form, none if any answer will do. Raises ApiError 400."""
+def read_form(fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the field of SamplingParams that gives the form, none if any answer will do, and its name here.
+
+    Raises ApiError 400.
+    """
     outputs, found = fields.object("structured_outputs"), dict[str, tuple[str, Any]]()
-    response = _response_format(fields)
-    if response is not None:
-        found["response_format"] = ("json_schema", response)
+    found |= _response_format(fields)
     found |= _given(fields, _GUIDED)
     if outputs is not None:
         found |= _given(outputs, _OUTPUTS)
@@ -39,7 +40,7 @@ def read_form(fields: Fields) -> dict[str, Any]:
     if len(found) > 1:
         first, second, *_ = found
         raise invalid(second, f"not together with {first}: an answer has one form")
-    return dict(found.values())
+    return dict(found.values()), {kind: name for name, (kind, _) in found.items()}
 
 
 def _given(fields: Fields, kinds: dict[str, str]) -> dict[str, tuple[str, Any]]:
@@ -66,15 +67,13 @@ def _value(fields: Fields, name: str, kind: str) -> Any:
     return value
 
 
-def _response_format(fields: Fields) -> dict[str, Any] | None:
+def _response_format(fields: Fields) -> dict[str, tuple[str, Any]]:
     wanted = fields.object("response_format")
-    if wanted is None:
-        return None
-    kind = wanted.string("type")
-    if kind == "text":
-        return None
+    kind = "text" if wanted is None else wanted.string("type")
+    if wanted is None or kind == "text":
+        return {}
     if kind == "json_object":
-        return _ANY_OBJECT
+        return {"response_format": ("json_schema", _ANY_OBJECT)}
     if kind != "json_schema":
         raise invalid("response_format.type", f"expected text, json_object or json_schema, got {shown(kind)}")
     described = wanted.object("json_schema")
@@ -82,4 +81,4 @@ def _response_format(fields: Fields) -> dict[str, Any] | None:
     if described is None or schema is None:
         raise invalid("response_format.json_schema", "expected an object with a name and a schema")
     described.boolean("strict")  # a schema binds either way
-    return schema
+    return {described.name("schema"): ("json_schema", schema)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from cpmrt.errors import (
@@ -42,6 +44,27 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """Return the error in the client's words: `names` has patterns of our names of fields, with the client's."""
+        for ours, theirs in names.items():
+            found = re.match(rf"{ours}(?!\w)", self.param or "")
+            if found is not None:
+                name, message = found.expand(theirs), self.message
+                if message.startswith(found[0]):
+                    message = name + message[found.end() :]
+                param = name + found.string[found.end() :]
+                return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+        return self
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Turn errors that name a field as we do into such as name it as the client does; see `ApiError.renamed`."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        raise as_api_error(error).renamed(names) from None
 
 
 def invalid(param: str, problem: str) -> ApiError:

@@ -9,11 +9,12 @@ from typing import Any
 
 from cpmrt.server.answers import event
 from cpmrt.server.engine_thread import Item
-from cpmrt.server.errors import ApiError, invalid
+from cpmrt.server.errors import ApiError, invalid, naming
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.json_body import Fields
 from cpmrt.server.schema import read_wanted
 from cpmrt.server.service import Prepared, Service, choices_of
+from cpmrt.server.unused_fields import REFUSED, check_unused
 from cpmrt.sharing.jobs import Ended
 
 _DEFAULT_TOKENS = 128
@@ -28,8 +29,13 @@ def prepare_infill(service: Service, body: dict[str, Any]) -> Prepared:
     `input_prefix` and `input_suffix` stand around the cursor, `prompt` is what the answer begins with, and
     `input_extra` has other files, objects with `text` and perhaps `filename`.
     """
-    body = {_RENAMED.get(name, name): value for name, value in body.items()}
-    fields = Fields(body)
+    fields = Fields({_RENAMED.get(name, name): value for name, value in body.items()})
+    with naming({ours: theirs for theirs, ours in _RENAMED.items() if theirs in body}):
+        return _prepared(service, fields)
+
+
+def _prepared(service: Service, fields: Fields) -> Prepared:
+    check_unused(fields, REFUSED)
     prefix, suffix = fields.string("input_prefix") or "", fields.string("input_suffix") or ""
     max_tokens = fields.integer("max_tokens")
     # llama.cpp's clients ask for no token to warm the cache up, and for -1 to mean "as many as there is room for".

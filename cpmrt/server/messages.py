@@ -7,8 +7,9 @@ from typing import Any
 
 from cpmrt import LLM
 from cpmrt.server.chat_text import ChatText
+from cpmrt.server.errors import naming
 from cpmrt.server.messages_answer import MessagesFormat
-from cpmrt.server.messages_request import Conversation, read_conversation, read_settings
+from cpmrt.server.messages_request import TOOL_NAMES, Conversation, read_conversation, read_settings
 from cpmrt.server.service import Prepared, Service, calling, check_tools, choices_of
 from cpmrt.server.tokenizing import needed
 from cpmrt.text.markers import ANSWER_MARKERS, marker_ids
@@ -21,9 +22,10 @@ def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:
     llm, settings = service.engine.llm, service.settings
     conversation = read_conversation(body, settings.model_names)
     ids = _prompt_ids(llm, conversation)
-    wanted = calling(
-        llm, read_settings(body), conversation.tools, conversation.called, one_call=conversation.one_call
-    )  # fmt: skip
+    with naming(TOOL_NAMES):
+        wanted = calling(
+            llm, read_settings(body), conversation.tools, conversation.called, one_call=conversation.one_call
+        )  # fmt: skip
     schemas = schemas_of(conversation.tools) if conversation.tools else None
     text = ChatText(opened_thought(llm.tokenizer, ids), schemas, one_call=conversation.one_call)
     message_id = f"msg_{secrets.token_hex(12)}"
@@ -38,7 +40,7 @@ def count_tokens(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_ids(llm: LLM, conversation: Conversation) -> list[int]:
-    check_tools(llm, conversation.tools)
+    check_tools(llm, conversation.tools, conversation.called)
     ids = llm.chat_prompt(
         conversation.messages, tools=conversation.tools or None, enable_thinking=conversation.thinks
     )

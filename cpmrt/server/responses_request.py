@@ -6,6 +6,8 @@ from typing import Any
 
 from cpmrt.server.errors import invalid, unsupported
 from cpmrt.server.json_body import Fields, shown
+from cpmrt.server.schema import check_role
+from cpmrt.server.unused_fields import REFUSED, check_unused
 
 _SAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "metadata", "store", "user", "service_tier",
@@ -20,12 +22,21 @@ _UNSUPPORTED = {
     "max_tool_calls": "use parallel_tool_calls",
     "top_logprobs": "use /v1/chat/completions",
 }
+CHAT_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    r"response_format\.json_schema(\.schema)?": "text.format.schema",
+    "response_format": "text.format",
+    r"(tools\[\d+\])\.function": r"\1",
+}
+"""Patterns of the names that chats give to fields, and what they are called here."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the chat that a request asks for. Raises ApiError 400."""
     fields = Fields(body)
+    check_unused(fields, REFUSED)
     for name, instead in _UNSUPPORTED.items():
         if fields.raw(name) is not None:
             raise unsupported(name, instead)
@@ -58,7 +69,8 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     """Add an item to the messages; calls that follow each other are of one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        messages.append({"role": item.get("role"), "content": _content(item.get("content"), f"{where}.content")})
+        role = check_role(item.get("role"), where)
+        messages.append({"role": role, "content": _content(item.get("content"), f"{where}.content")})
     elif kind == "function_call":
         call = {"id": item.get("call_id"), "type": "function"}
         call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}

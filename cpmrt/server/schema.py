@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,9 +15,9 @@ from cpmrt.config import SamplingParams
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.engine import request_seed
 from cpmrt.server.answer_form import read_form
-from cpmrt.server.errors import ApiError, invalid, unsupported
+from cpmrt.server.errors import ApiError, invalid, naming, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown, whole_numbers
-from cpmrt.server.unused_fields import REFUSED, REFUSED_IN_CHATS, check_unused
+from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, check_unused
 
 MAX_PROMPTS = 128
 MAX_STOP = 1024
@@ -42,7 +42,7 @@ class Wanted:
     """The fields that chats and completions share: sampling, length, number of choices, log-probabilities, stream.
 
     `sampling.seed` is always set. `logprobs` None means that they are not asked for. `include_usage` asks for a last
-    chunk with the usage.
+    chunk with the usage. `form_names` has the client's own name of the field of `sampling` that gives the form.
     """
 
     sampling: SamplingParams
@@ -50,6 +50,7 @@ class Wanted:
     logprobs: int | None
     streams: bool
     include_usage: bool
+    form_names: Mapping[str, str]
 
     def seed(self, choice: int) -> int:
         """Return the seed of one choice: that of the request for the first, one derived from it for the others."""
@@ -115,7 +116,7 @@ def read_completion(body: dict[str, Any], models: Sequence[str]) -> CompletionRe
     """Read a plain completion for the model that is served under these names."""
     fields = Fields(body)
     check_model(fields, models)
-    check_unused(fields, REFUSED)
+    check_unused(fields, REFUSED_IN_COMPLETIONS)
     logprobs = fields.integer("logprobs", range(MAX_LOGPROBS + 1))
     echo = bool(fields.boolean("echo"))
     max_tokens = fields.integer("max_tokens")
@@ -152,25 +153,27 @@ def read_wanted(
     numbers: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     top_k = fields.integer("top_k")
     num_choices, seed = fields.integer("n", range(1, MAX_CHOICES + 1)), fields.integer("seed")
-    sampling = SamplingParams(
-        max_new_tokens=max_tokens and min(max_tokens, 2**31 - 1),
-        top_k=None if top_k is None else max(0, top_k),  # others write -1 for "all"
-        seed=secrets.randbits(63) if seed is None else seed % 2**63,
-        stop=_stop(fields, stop_field),
-        stop_token_ids=_stop_token_ids(fields),
-        ignore_eos=bool(fields.boolean("ignore_eos")),
-        logprobs=0 if logprobs is None else max(1, logprobs),
-        logit_bias=_logit_bias(fields),
-        loop_repeats=fields.integer("loop_repeats") or 0,
-        max_thinking_tokens=fields.integer("max_thinking_tokens"),
-        **read_form(fields),
-        **numbers,
-    )
+    form, form_names = read_form(fields)
+    with naming(form_names):
+        sampling = SamplingParams(
+            max_new_tokens=max_tokens and min(max_tokens, 2**31 - 1),
+            top_k=None if top_k is None else max(0, top_k),  # others write -1 for "all"
+            seed=secrets.randbits(63) if seed is None else seed % 2**63,
+            stop=_stop(fields, stop_field),
+            stop_token_ids=_stop_token_ids(fields),
+            ignore_eos=bool(fields.boolean("ignore_eos")),
+            logprobs=0 if logprobs is None else max(1, logprobs),
+            logit_bias=_logit_bias(fields),
+            loop_repeats=fields.integer("loop_repeats") or 0,
+            max_thinking_tokens=fields.integer("max_thinking_tokens"),
+            **form,
+            **numbers,
+        )
     streams, options = bool(fields.boolean("stream")), fields.object("stream_options")
     if options is not None and not streams:
         raise invalid("stream_options", "only together with stream")
     include_usage = options is not None and bool(options.boolean("include_usage"))
-    return Wanted(sampling, num_choices or 1, logprobs, streams, include_usage)
+    return Wanted(sampling, num_choices or 1, logprobs, streams, include_usage, form_names)
 
 
 def check_model(fields: Fields, served: Sequence[str]) -> None:
@@ -224,12 +227,17 @@ def read_template_kwargs(fields: Fields) -> dict[str, Any]:
     return template_kwargs
 
 
+def check_role(role: Any, where: str) -> str:
+    """Return the role of a message. Raises ApiError 400 for one that there is not."""
+    if role not in _ROLES:
+        raise invalid(f"{where}.role", f"expected {', '.join(_ROLES)}, got {shown(role)}")
+    return str(role)
+
+
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise invalid(where, f"expected an object with role and content, got {shown(message)}")
-    role = message.get("role")
-    if role not in _ROLES:
-        raise invalid(f"{where}.role", f"expected {', '.join(_ROLES)}, got {shown(role)}")
+    role = check_role(message.get("role"), where)
     if message.get("function_call") is not None:
         raise unsupported(f"{where}.function_call", "use tool_calls")
     copy = {**message, "role": "system" if role == "developer" else role}

@@ -21,7 +21,7 @@ from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAns
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText
 from cpmrt.server.engine_thread import EngineThread
-from cpmrt.server.errors import ApiError, unsupported
+from cpmrt.server.errors import ApiError, naming, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.json_body import LONG_BYTES
@@ -29,7 +29,7 @@ from cpmrt.server.metrics import Metrics
 from cpmrt.server.prompt_scores import ScoredPrompt
 from cpmrt.server.prompt_work import PromptWorkers
 from cpmrt.server.responses_answer import ResponsesFormat
-from cpmrt.server.responses_request import chat_of
+from cpmrt.server.responses_request import CHAT_NAMES, chat_of
 from cpmrt.server.schema import ChatRequest, Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.sharing.jobs import Ended
@@ -146,8 +146,9 @@ class Service:
 
     def prepare_response(self, body: dict[str, Any]) -> Prepared:
         """Check a request of the Responses API, render and tokenize it. Raises ApiError, CpmrtError."""
-        chat = read_chat(chat_of(body), self.settings.model_names)
-        wanted, requests, (text,) = self._chat(chat)
+        with naming(CHAT_NAMES):
+            chat = read_chat(chat_of(body), self.settings.model_names)
+            wanted, requests, (text,) = self._chat(chat)
         response_id = f"resp_{secrets.token_hex(12)}"
         answer = ResponsesFormat(response_id, self.settings.model_name, body, text)
         return Prepared(response_id, requests, wanted, answer, marker_ids(self.engine.llm.tokenizer))
@@ -155,7 +156,7 @@ class Service:
     def _chat(self, chat: ChatRequest) -> tuple[Wanted, list[EngineRequest], list[ChatText]]:
         """Return what is wanted of a chat, and for each choice its request and what splits its text."""
         llm = self.engine.llm
-        check_tools(llm, chat.tools)
+        check_tools(llm, chat.tools, chat.called)
         wanted = calling(llm, chat.wanted, chat.tools, chat.called, one_call=chat.one_call)
         ids = llm.chat_prompt(
             chat.messages,
@@ -254,21 +255,24 @@ def _outcome(call: Callable[[], T]) -> T | _Refusal:
         return _Refusal(error.with_traceback(None))
 
 
-def check_tools(llm: LLM, tools: Sequence[Any]) -> None:
-    """Raise ApiError if a request has tools and the model's chat template cannot tell of them."""
-    if tools and llm.chat_template is not None and not llm.chat_template.takes_tools:
-        raise unsupported("tools", "the chat template of this model has none")
+def check_tools(llm: LLM, tools: Sequence[Any], called: Sequence[str]) -> None:
+    """Raise ApiError if the model may choose to call tools of which its chat template cannot tell."""
+    if not llm.maker.may_offer(tools, called):
+        instead = "let tool_choice say which one must be called, or leave them out"
+        raise unsupported("tools", f"the chat template of this model has none; {instead}")
 
 
 def calling(
     llm: LLM, wanted: Wanted, tools: Sequence[Mapping[str, Any]], called: tuple[str, ...], *, one_call: bool
 ) -> Wanted:
     """Have an answer call one of the tools named `called`, if any, as `JobMaker.calling` does. Raises RequestError."""
-    return replace(wanted, sampling=llm.maker.calling(wanted.sampling, tools, called, one_call=one_call))
+    with naming(wanted.form_names):
+        return replace(wanted, sampling=llm.maker.calling(wanted.sampling, tools, called, one_call=one_call))
 
 
 def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0) -> list[EngineRequest]:
-    request = llm.request(prompt, wanted.sampling)
+    with naming(wanted.form_names):
+        request = llm.request(prompt, wanted.sampling)
     if wanted.sampling.stop:
         stop_automaton(wanted.sampling.stop)  # built here, so that the engine's thread finds it
     # Without room for one token the engine refuses the request, with figures.

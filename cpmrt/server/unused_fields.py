@@ -1,7 +1,7 @@
 """Fields of requests that this server does nothing with: harmless ones are accepted, the others are refused by name.
 
 A field that would change the answer must not be ignored: its client would take the answer for something that it is not.
-Fields in neither table are unknown here and ignored.
+Those that other endpoints have by another name count as such. Fields in neither table are unknown here and ignored.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ its length that models are free not to follow."""
 
 _USE_LOGIT_BIAS = "use logit_bias, or a prompt that says what is wanted"
 _USE_SAMPLING = "sample with temperature, top_p, top_k and min_p"
+_USE_MAX_TOKENS = "use max_tokens"
+_USE_EFFORT = "use reasoning_effort, or chat_template_kwargs"
+_USE_A_MESSAGE = "use a message of the role system"
+_STOPS_BEFORE = "answers end before their stop string"
 
 Refused = tuple[tuple[Any, ...], str]
 """The values that ask for nothing, and what to do instead."""
@@ -42,10 +46,26 @@ REFUSED: dict[str, Refused] = {
     "bad_words": (([],), _USE_LOGIT_BIAS),
     "allowed_token_ids": ((), _USE_LOGIT_BIAS),
     "logits_processors": (([],), _USE_LOGIT_BIAS),
+    "max_new_tokens": ((), _USE_MAX_TOKENS),
+    "max_length": ((), _USE_MAX_TOKENS),
+    "n_predict": ((-1,), _USE_MAX_TOKENS),
+    "num_predict": ((-1,), _USE_MAX_TOKENS),
+    "repeat_penalty": ((1,), "use repetition_penalty"),
+    "do_sample": ((True,), "use temperature; 0 takes the likeliest token"),
     "use_beam_search": ((False,), _USE_SAMPLING),
+    "num_beams": ((1,), _USE_SAMPLING),
+    "num_beam_groups": ((1,), _USE_SAMPLING),
+    "diversity_penalty": ((0,), _USE_SAMPLING),
+    "penalty_alpha": ((0,), _USE_SAMPLING),
     "length_penalty": ((1,), _USE_SAMPLING),
     "early_stopping": ((False,), _USE_SAMPLING),
+    "top_a": ((0,), _USE_SAMPLING),
+    "top_n_sigma": ((-1, 0), _USE_SAMPLING),
     "typical_p": ((1,), _USE_SAMPLING),
+    "eta_cutoff": ((0,), _USE_SAMPLING),
+    "epsilon_cutoff": ((0,), _USE_SAMPLING),
+    "smoothing_factor": ((0,), _USE_SAMPLING),
+    "dynatemp_range": ((0,), _USE_SAMPLING),
     "tfs_z": ((1,), _USE_SAMPLING),
     "mirostat": ((0,), _USE_SAMPLING),
     "xtc_probability": ((0,), _USE_SAMPLING),
@@ -53,15 +73,31 @@ REFUSED: dict[str, Refused] = {
     "no_repeat_ngram_size": ((0,), "use repetition_penalty, presence_penalty or frequency_penalty"),
     "prompt_logprobs": ((0, False), "ask /v1/completions with echo and logprobs"),
     "truncate_prompt_tokens": ((), "shorten the prompt"),
-    "include_stop_str_in_output": ((False,), "answers end before their stop string"),
+    "stop_regex": (("", []), "use stop, which takes strings"),
+    "include_stop_str_in_output": ((False,), _STOPS_BEFORE),
+    "no_stop_trim": ((False,), _STOPS_BEFORE),
     "skip_special_tokens": ((True,), "answers have no special tokens"),
     "return_tokens_as_token_ids": ((False,), "use /tokenize"),
     "return_token_ids": ((False,), "use /tokenize"),
 }
 """Fields that would change any answer."""
 
+_OF_OTHER_ENDPOINTS: dict[str, Refused] = {
+    "max_output_tokens": ((), _USE_MAX_TOKENS),
+    "stop_sequences": (([],), "use stop"),
+}
+"""Fields of /v1/responses and /v1/messages, which neither chats nor completions have by that name."""
+
 REFUSED_IN_CHATS: dict[str, Refused] = {
     **REFUSED,
+    **_OF_OTHER_ENDPOINTS,
+    "system": (("",), _USE_A_MESSAGE),
+    "instructions": (("",), _USE_A_MESSAGE),
+    "enable_thinking": ((), _USE_EFFORT),
+    "thinking": ((), _USE_EFFORT),
+    "reasoning": ((), _USE_EFFORT),
+    "suffix": (("",), "use /v1/completions or /infill"),
+    "add_special_tokens": ((False,), "the template writes them"),
     "continue_final_message": ((False,), "every answer is a message of its own; use /v1/completions"),
     "add_generation_prompt": ((True,), "every answer is a message of its own; use /v1/completions"),
     "chat_template": ((), "the template is the model's own; use /v1/completions"),
@@ -75,6 +111,14 @@ REFUSED_IN_CHATS: dict[str, Refused] = {
     "web_search_options": ((), "nothing is looked up"),
 }
 
+REFUSED_IN_COMPLETIONS: dict[str, Refused] = {
+    **REFUSED,
+    **_OF_OTHER_ENDPOINTS,
+    "max_completion_tokens": ((), _USE_MAX_TOKENS),
+    "top_logprobs": ((0,), "logprobs is their number here"),
+    "add_special_tokens": ((True,), "give token ids, such as /tokenize has"),
+    "tools": (([],), "use /v1/chat/completions"),
+}
 
 _READERS: dict[str, Callable[[Fields, str], object]] = {
     "string": Fields.string,

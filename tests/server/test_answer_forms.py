@@ -85,16 +85,19 @@ def test_several_choices_and_logprobs(demo):
 
 UNSUPPORTED = {"schema": {"type": "array", "uniqueItems": True}}
 REFUSED = [
-    ({"guided_json": {"type": "wrong"}}, "json_schema"), ({"guided_regex": "("}, "regex"),
-    ({"guided_json": 5}, "guided_json"), ({"guided_grammar": "root ::= ("}, "grammar"),
+    ({"guided_json": {"type": "wrong"}}, "guided_json"), ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_json": 5}, "guided_json"), ({"guided_grammar": "root ::= ("}, "guided_grammar"),
+    ({"regex": "("}, "regex"), ({"ebnf": "root ::= ("}, "ebnf"), ({"json_schema": {"type": 5}}, "json_schema"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"json": {"type": 5}}}, "structured_outputs.json"),
     ({"guided_choice": []}, "guided_choice"), ({"guided_choice": [1]}, "guided_choice"),
     ({"guided_regex": ""}, "guided_regex"), ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": UNSUPPORTED}}, "json_schema"),
-    ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"), ({"guided_json": '{"$ref": "#"}'}, "json_schema"),
-    ({"guided_json": "no json"}, "json_schema"), ({"guided_regex": "a" * 300_000}, "regex"),
+    ({"response_format": {"type": "json_schema", "json_schema": UNSUPPORTED}}, "response_format.json_schema.schema"),
+    ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"), ({"guided_json": '{"$ref": "#"}'}, "guided_json"),
+    ({"guided_json": "no json"}, "guided_json"), ({"guided_regex": "a" * 300_000}, "guided_regex"),
 ]  # fmt: skip
 
 
@@ -103,6 +106,7 @@ def test_a_form_that_cannot_be_had_is_refused(demo, fields, param):
     answer = demo.client.post("/v1/completions", json={"prompt": "x", **fields})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param and "\n" not in error["message"], error
+    assert error["message"].startswith(f"{param}: ")
 
 
 @pytest.mark.parametrize("stream", [False, True])

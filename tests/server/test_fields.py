@@ -20,7 +20,9 @@ ACCEPTED = [
     {"user": "me"}, {"metadata": {"a": "b"}}, {"store": True}, {"service_tier": "flex"}, {"verbosity": "low"},
     {"safety_identifier": "x"}, {"prompt_cache_key": "x"}, {"prediction": {"type": "content", "content": "x"}},
     {"min_tokens": 0}, {"response_format": {"type": "text"}}, {"guided_json": None}, {"skip_special_tokens": True},
-    {"length_penalty": 1.0}, {"whatever": [1]},
+    {"length_penalty": 1.0}, {"repeat_penalty": 1}, {"n_predict": -1}, {"do_sample": True}, {"num_beams": 1},
+    {"top_a": 0}, {"penalty_alpha": 0.0}, {"eta_cutoff": 0}, {"stop_regex": None}, {"suffix": None}, {"suffix": ""},
+    {"tools": []}, {"whatever": [1]},
 ]  # fmt: skip
 
 
@@ -38,6 +40,11 @@ REFUSED = [
     {"use_beam_search": True}, {"length_penalty": 0.5}, {"bad_words": ["x"]}, {"allowed_token_ids": [1]},
     {"include_stop_str_in_output": True}, {"skip_special_tokens": False},
     {"min_tokens": True}, {"prompt_logprobs": 1}, {"truncate_prompt_tokens": 5},
+    {"repeat_penalty": 1.3}, {"n_predict": 5}, {"num_predict": 5}, {"max_new_tokens": 5}, {"max_length": 5},
+    {"max_output_tokens": 5}, {"do_sample": False}, {"num_beams": 4}, {"num_beam_groups": 2},
+    {"diversity_penalty": 0.5}, {"penalty_alpha": 0.6}, {"top_a": 0.2}, {"eta_cutoff": 1e-3}, {"epsilon_cutoff": 1e-3},
+    {"top_n_sigma": 1}, {"smoothing_factor": 0.3}, {"dynatemp_range": 0.5}, {"stop_regex": "a+"},
+    {"stop_sequences": ["x"]}, {"no_stop_trim": True},
 ]  # fmt: skip
 
 
@@ -53,10 +60,46 @@ def test_fields_that_would_change_the_answer_are_refused_by_name(says, fields, p
 @pytest.mark.parametrize("fields", [
     {"continue_final_message": True}, {"add_generation_prompt": False}, {"chat_template": "x"}, {"functions": [{}]},
     {"function_call": "auto"}, {"modalities": ["text", "audio"]}, {"web_search_options": {}}, {"documents": [{}]},
+    {"suffix": "x"}, {"system": "Be brief."}, {"instructions": "Be brief."}, {"enable_thinking": False},
+    {"thinking": {"type": "disabled"}}, {"reasoning": {"effort": "none"}}, {"add_special_tokens": True},
 ], ids=json.dumps)  # fmt: skip
 def test_what_only_chats_refuse(says, fields):
     answer = ask(says, fields)
     assert answer.status_code == 400 and answer.json()["error"]["param"] in fields
+
+
+@pytest.mark.parametrize("fields", [
+    {"max_completion_tokens": 5}, {"top_logprobs": 2}, {"add_special_tokens": False}, {"tools": TOOLS},
+], ids=json.dumps)  # fmt: skip
+def test_what_only_completions_refuse(says, fields):
+    answer = ask(says, fields, COMPLETIONS)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] in fields
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/responses", {"input": "x"}), ("/infill", {"input_prefix": "x"}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}),
+])  # fmt: skip
+def test_all_other_endpoints_refuse_them_too(says, path, body):
+    error = says.client.post(path, json=body | {"min_tokens": 5}).json()["error"]
+    assert error["message"].startswith("min_tokens is not supported: ")
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"n_predict": "x"}, "n_predict"), ({"repeat_penalty": 0}, "repeat_penalty"), ({"max_tokens": "x"}, "max_tokens"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+], ids=json.dumps)  # fmt: skip
+def test_infill_names_fields_as_the_client_did(says, fields, param):
+    error = says.client.post("/infill", json={"input_prefix": "x"} | fields).json()["error"]
+    assert error["param"] == param and error["message"].startswith(f"{param}: expected ")
+
+
+@pytest.mark.parametrize(("fields", "instead"), [
+    ({"repeat_penalty": 1.3}, "repetition_penalty"), ({"n_predict": 5}, "max_tokens"),
+    ({"max_new_tokens": 5}, "max_tokens"), ({"do_sample": False}, "temperature"), ({"stop_regex": "a"}, "use stop"),
+], ids=json.dumps)  # fmt: skip
+def test_the_field_to_use_instead_is_named(says, fields, instead):
+    assert instead in ask(says, fields).json()["error"]["message"]
 
 
 @pytest.mark.parametrize("fields", [{"user": 5}, {"metadata": "x"}, {"store": "yes"}, {"parallel_tool_calls": 1},

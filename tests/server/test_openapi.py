@@ -20,7 +20,7 @@ from cpmrt.executor import ExecutorLimits
 from cpmrt.server import json_body
 from cpmrt.server.openapi import document
 from cpmrt.server.schema import read_chat, read_completion
-from cpmrt.server.unused_fields import REFUSED, REFUSED_IN_CHATS
+from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 
 
 def test_the_document_is_served(demo):
@@ -42,7 +42,7 @@ def test_every_route_is_described_with_its_method(demo):
 
 @pytest.mark.parametrize(("schema", "read", "body", "refused"), [
     ("ChatRequest", read_chat, {"messages": [{"role": "user", "content": "x"}]}, REFUSED_IN_CHATS),
-    ("CompletionRequest", read_completion, {"prompt": "x"}, REFUSED),
+    ("CompletionRequest", read_completion, {"prompt": "x"}, REFUSED_IN_COMPLETIONS),
 ])  # fmt: skip
 def test_the_fields_are_those_that_the_code_reads(monkeypatch, schema, read, body, refused):
     asked = set()

@@ -101,7 +101,13 @@ def test_tokens_of_thoughts_are_counted(client, said, count):
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice"), ({"background": True}, "background"),
-    ({"text": {"format": {"type": "xml"}}}, "response_format.type"), ({"max_output_tokens": 0}, "max_tokens"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type"), ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"), ({"text": {"format": 5}}, "text.format"),
+    ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
+    ({"input": [{"role": "me", "content": "x"}]}, "input[0].role"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
+    ({"tools": [{"type": "function", "name": 5}]}, "tools[0]"),
 ], ids=str)  # fmt: skip
 def test_what_is_refused(says, fields, param):
     answer = says.client.post("/v1/responses", json={"input": "x", **fields})

@@ -1,0 +1,76 @@
+"""Says which tool is at fault where the calls of some tools have no grammar: nobody has written that grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from cpmrt.errors import RequestError, quoted
+from cpmrt.tool_use.calls import listed_types, properties_of
+
+_REPORT = re.compile(r"at (?P<line>\d+)\(\d+\): (failed to compile JSON schema: )?(?P<reason>.*?)( \d+ \| .*)?")
+"""What llguidance says of a grammar: line, column, reason, and then the lines around, with their numbers."""
+_RULE_OF_A_CALL = re.compile(r"c(\d+)")
+
+
+def check_schemas(tools: Sequence[Mapping[str, Any]], names: Collection[str]) -> None:
+    """Raise RequestError for a schema of the tools with these names that no call could obey, or that is malformed."""
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        if function["name"] in names:
+            for path, expected, actual in _mistakes(function.get("parameters") or {}):
+                what = _place(index, f"{path} in the schema of {quoted(function['name'])}")
+                raise RequestError(what, expected=expected, actual=quoted(actual))
+
+
+def blamed(
+    refusal: RequestError, grammar: str, tools: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> RequestError:
+    """Return what is wrong with the tools, or the schema beside them, of whose `grammar` this is the refusal.
+
+    `names` are those of the tools in the order of the grammar. What is wrong with something else stays as it is.
+    """
+    if refusal.what != "SamplingParams.grammar":
+        return refusal
+    if isinstance(refusal.actual, int):
+        return RequestError("tools: the grammar of their calls", expected=refusal.expected, actual=refusal.actual)
+    found, rules = _REPORT.fullmatch(str(refusal.actual)), dict(enumerate(grammar.split("\n"), 1))
+    rule = rules.get(int(found["line"]), "") if found else ""
+    call, reason = _RULE_OF_A_CALL.match(rule), found["reason"] if found else refusal.actual
+    if call is not None:
+        name = names[int(call[1])]
+        index = max(index for index, tool in enumerate(tools) if tool["function"]["name"] == name)
+        what = _place(index, f"the schema of {quoted(name)}")
+    elif rule.startswith("start:"):
+        return RequestError("SamplingParams.json_schema", expected="a JSON schema that can be compiled", actual=reason)
+    else:
+        what = "tools: the grammar of their calls"
+    return RequestError(what, expected="one that can be compiled", actual=reason)
+
+
+def _place(index: int, what: str) -> str:
+    return f"tools[{index}].function.parameters: {what}"
+
+
+def _mistakes(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
+    """Yield where a schema has what it must not have, what was expected and what is there, as far as calls need it."""
+    types = listed_types(schema)
+    if types and "object" not in types:
+        yield "type", "object", schema["type"]
+    if not isinstance(schema.get("properties") or {}, Mapping):
+        yield "properties", "an object", schema["properties"]
+    if not isinstance(schema.get("required") or [], list):
+        yield "required", "an array", schema["required"]
+    for name, own in properties_of(schema).items():
+        where = f"properties.{name[:60]}"
+        if not isinstance(own, (Mapping, bool)):
+            yield where, "a JSON schema", own
+        elif isinstance(own, Mapping):
+            yield from _mistakes_of_one(where, own)
+
+
+def _mistakes_of_one(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
+    for key, kind, expected in (("enum", list, "an array"), ("pattern", str, "a regular expression")):
+        if schema.get(key) is not None and not isinstance(schema[key], kind):
+            yield f"{where}.{key}", expected, schema[key]
