@@ -53,6 +53,14 @@ def test_threads():
 def test_of_the_second_tier():
     log("all")
 """
+SHORT = """
+import pytest
+
+
+@pytest.mark.gpu
+def test_is_short():
+    pass
+"""
 MIXED = """
 import os
 
@@ -79,12 +87,12 @@ def test_ends_the_process():
 """
 
 
-def run(folder: Path, marked: str, **tests: str) -> tuple[int, list[str]]:
+def run(folder: Path, marked: str, *options: str, **tests: str) -> tuple[int, list[str]]:
     """Exit code and lines of the tool on files with these tests."""
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: .\n  all: .\n  alone: .\n")
     for name, text in tests.items():
         (folder / f"{name}.py").write_text(text)
-    command = [sys.executable, str(ROOT / "tools" / "gpu_tests.py"), "--workers", "2", "-m", marked]
+    command = [sys.executable, str(ROOT / "tools" / "gpu_tests.py"), "--workers", "2", "-m", marked, *options]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     done = subprocess.run(
@@ -108,6 +116,15 @@ def test_every_test_is_counted_and_what_fails_is_shown(tmp_path: Path) -> None:
     assert lines[-1].startswith("1 errors, 1 failed, 1 passed, 1 skipped in ")
     assert any("the reason" in line for line in lines)
     assert "==================== 1 tests from test_mixed.py::test_ends_the_process on, exit code 9" in lines
+
+
+def test_what_time_does_not_suffice_for_is_counted(tmp_path: Path) -> None:
+    """Of a job that is killed what has ended counts, in the order of the files."""
+    sleeping = "def test_sleeps():\n    import time\n    time.sleep(300)\n\n\ndef test_skips():"
+    slow = MIXED.replace("def test_skips():", sleeping)
+    code, lines = run(tmp_path, "gpu", "--seconds", "8", test_first=SHORT, test_mixed=slow, test_last=SHORT)
+    assert code == 1 and lines[-1].startswith("1 failed, 1 not begun, 3 passed, 2 unfinished in ")
+    assert any("test_mixed.py::test_fails FAILED" in line for line in lines)
 
 
 @pytest.mark.parametrize("code", [1, 2, 4])
