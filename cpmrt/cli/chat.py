@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from cpmrt import LLM, __version__, env
 from cpmrt.cli.arguments import (
+    Parser,
     UsageError,
     add_engine_options,
     add_model_argument,
@@ -51,11 +52,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--no-markdown", dest="markdown", action="store_false", help="show Markdown on a terminal as it is written"
     )
     parser.add_argument("--api-key", metavar="KEY", help="of that server (default: $CPMRT_API_KEY)")
+    _add_local_options(parser)
+    add_sampling_options(parser)
+    parser.set_defaults(max_new_tokens="none", loop_repeats=8)
+
+
+def _add_local_options(parser: argparse.ArgumentParser) -> None:
+    """Add what decides how a model is loaded here, of which a server knows nothing."""
     add_model_argument(parser)
     add_model_options(parser)
     add_engine_options(parser, "prefix_dir")
-    add_sampling_options(parser)
-    parser.set_defaults(max_new_tokens="none", loop_repeats=8)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
     conversation = Conversation(args.system)
     looks = {"shows_cost": args.stats, "makes_up": args.markdown}
     if args.url is not None:
-        for option in ("model", "draft"):
-            if getattr(args, option) is not None:
-                raise UsageError(f"--url and --{option} exclude each other; see cpmrt chat --help")
+        _check_nothing_local(args)
         remote = RemoteModel(args.url, args.api_key or env.api_key(), params, args.thinking, args.allow_special_tokens)
         return _talk(ChatSession(remote, conversation, StopAtOnce(), **looks))
     interrupt = StopOnInterrupt()
@@ -79,6 +83,16 @@ def run(args: argparse.Namespace) -> int:
             name=args.model or "the bundled model",
         )
         return _talk(ChatSession(local, conversation, interrupt, **looks))
+
+
+def _check_nothing_local(args: argparse.Namespace) -> None:
+    """Raise UsageError for an option about a model here that has another value than where it is not given."""
+    parser = Parser(add_help=False)
+    _add_local_options(parser)
+    unasked = parser.parse_args([])
+    for action in parser._actions:
+        if action.option_strings and getattr(args, action.dest) != getattr(unasked, action.dest):
+            raise UsageError(f"--url and {action.option_strings[-1]} exclude each other; see cpmrt chat --help")
 
 
 def _talk(session: ChatSession) -> int:

@@ -23,6 +23,8 @@ _SAMPLING_FIELDS = (
     "stop_token_ids", "ignore_eos",
     "loop_repeats", "loop_penalty", "max_thinking_tokens",
 )  # fmt: skip
+_OUTPUTS = {"regex": "regex", "grammar": "grammar", "choices": "choice"}
+"""Kinds of forms, and what they are called in the field `structured_outputs` of vLLM and of `cpmrt serve`."""
 
 
 class ServerError(RequestError):
@@ -34,7 +36,7 @@ class ServerError(RequestError):
 
 
 class RemoteModel:
-    """Chats through the server at `url` (with or without /v1)."""
+    """Chats through the server at `url` (with or without /v1). Raises RequestError for what no request can ask for."""
 
     def __init__(
         self,
@@ -51,6 +53,9 @@ class RemoteModel:
             self._port = parts.port
         except ValueError as error:
             raise RequestError(f"--url: {error}") from error
+        if params.grammar_trigger is not None:
+            fix = "leave it out, or chat with a model here, without --url"
+            raise RequestError("--grammar-trigger cannot be sent to a server, whose API has no field for it", fix=fix)
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._host, self._where = parts.hostname, f"{parts.scheme}://{parts.netloc}"
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
@@ -93,7 +98,8 @@ class RemoteModel:
         if self._allow_special_tokens:
             fields["allow_special_tokens"] = True
         body = json.dumps({**fields, "stream": True, "stream_options": {"include_usage": True}})
-        return RemoteAnswer(self._send("POST", "/chat/completions", body.encode()), self._where)
+        asked_at = perf_counter()
+        return RemoteAnswer(self._send("POST", "/chat/completions", body.encode()), self._where, asked_at)
 
     def _send(self, method: str, path: str, body: bytes | None = None) -> HTTPResponse:
         connection = self._kind(self._host, self._port, timeout=_CONNECT_TIMEOUT_S)
@@ -116,13 +122,17 @@ class RemoteModel:
 
 
 class RemoteAnswer:
-    """An answer of a server; leaving its `with` block makes the server cancel the request."""
+    """An answer of a server; leaving its `with` block makes the server cancel the request.
 
-    def __init__(self, response: HTTPResponse, where: str):
+    `asked_at` is the `perf_counter` before the request was sent: a server may hold back even the status until it has
+    the first token.
+    """
+
+    def __init__(self, response: HTTPResponse, where: str, asked_at: float):
         self._response, self._where = response, where
         self._texts: list[str] = []
         self._finish_reason = "cancelled"
-        self._asked_at, self._began_at, self._ended_at = perf_counter(), 0.0, 0.0
+        self._asked_at, self._began_at, self._ended_at = asked_at, 0.0, 0.0
         self._usage: dict[str, Any] = {}
 
     def __enter__(self) -> RemoteAnswer:
@@ -181,10 +191,25 @@ def _body_fields(params: SamplingParams, enable_thinking: bool | None) -> dict[s
     """Return the fields of a request that differ from what every server does by itself."""
     fields: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
     fields |= {"max_tokens": params.max_new_tokens, "stop": list(params.stop), "seed": params.seed}
-    fields = {name: value for name, value in fields.items() if value is not None and value not in ((), [])}
+    fields["logit_bias"] = dict(params.logit_bias)  # whose keys JSON makes texts
+    fields = {name: value for name, value in fields.items() if value is not None and value not in ((), [], {})}
     if enable_thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": enable_thinking}
-    return fields
+    return fields | _form_fields(params)
+
+
+def _form_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the field that gives the answer its form: a schema in the words of OpenAI, another form in vLLM's."""
+    form = params.form
+    if form is None:
+        return {}
+    if form.kind != "json_schema":
+        return {"structured_outputs": {_OUTPUTS[form.kind]: params.choices or form.text}}
+    schema = json.loads(form.text)
+    if not isinstance(schema, dict):
+        schema = {"allOf": [schema]}  # true and false are schemas too, but the field takes objects alone
+    described = {"name": "answer", "schema": schema, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": described}}
 
 
 def _refusal(response: HTTPResponse) -> ServerError:

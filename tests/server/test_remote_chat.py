@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from dataclasses import fields, replace
 
 import pytest
 from serving import saying_llm, serving
 
+from cpmrt.cli.arguments import Parser, add_sampling_options, sampling_params
 from cpmrt.cli.main import main
 from cpmrt.cli.remote import RemoteModel
+from cpmrt.server.schema import read_chat
 
 
 @pytest.fixture
@@ -36,6 +40,67 @@ def test_the_same_answers_as_the_local_chat(chat, demo, capsys):
     assert main(["chat", "--executor", "reference", *options]) == 0
     assert capsys.readouterr() == remote and len(remote.out.strip()) > 20
     assert "(stopped after --max-new-tokens 12)" in remote.err
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files that options name, by what stands for them."""
+    (tmp_path / "schema.json").write_text('{"enum": ["ja", "nein"]}')
+    (tmp_path / "any.json").write_text("true")
+    (tmp_path / "answer.lark").write_text('start: "a" "b"{2,4}')
+    return tmp_path
+
+
+@pytest.mark.parametrize("options", [
+    ("--regex", "[xy]{3}!"),
+    ("--json-schema", "schema.json"),
+    ("--json-schema", "any.json"),
+    ("--grammar", "answer.lark"),
+    ("--choices", "a set", "--choices", "a list"),
+    ("--logit-bias", "300:100", "--logit-bias", "7:-1.5"),
+], ids=" ".join)  # fmt: skip
+def test_a_form_and_biases_bind_the_answer_of_a_server_too(chat, demo, files, capsys, monkeypatch, options):
+    pytest.importorskip("llguidance")
+    monkeypatch.chdir(files)
+    assert chat(demo.url, "What is a list?\n", "--max-new-tokens", "6") == 0
+    free = capsys.readouterr().out
+    assert chat(demo.url, "What is a list?\n", "--max-new-tokens", "6", *options) == 0
+    remote = capsys.readouterr().out
+    sys.stdin = io.TextIOWrapper(io.BytesIO(b"What is a list?\n"), encoding="utf-8")
+    assert main(["chat", "--executor", "reference", "--max-new-tokens", "6", *options]) == 0
+    assert capsys.readouterr().out == remote != free
+
+
+def test_every_sampling_option_is_read_by_the_server_as_here(chat, demo, monkeypatch, capsys):
+    """All options at once, but of those for forms one: an answer has one form."""
+    pytest.importorskip("llguidance")
+    sent, values = [], {"int": "3", "float": "1.5"}
+    monkeypatch.setattr(RemoteModel, "_send", spy_on(RemoteModel._send, sent))
+    parser = Parser()
+    add_sampling_options(parser)
+    special = {
+        "top_p": "0.5", "min_p": "0.5", "max_new_tokens": "3", "stop": "x", "logit_bias": "300:1.5",
+        "regex": "[xy]{3}",
+    }  # fmt: skip
+    line = []
+    for action in parser._actions:
+        if action.dest in ("help", "json_schema", "grammar", "grammar_trigger", "choices"):
+            continue
+        value = special.get(action.dest) or values.get(getattr(action.type, "__name__", ""), "")
+        line += [action.option_strings[0], *filter(None, [value])]
+    assert chat(demo.url, "hi\n", *line) == 0
+    here = sampling_params(parser.parse_args(line))
+    there = read_chat(json.loads(sent[-1]), ["demo"]).wanted.sampling
+    assert there == replace(here, seed=there.seed)
+    untouched = [field.name for field in fields(here) if getattr(here, field.name) == field.default]
+    assert untouched == ["seed", "logprobs", "n", "json_schema", "grammar", "choices", "grammar_trigger"]
+
+
+def test_what_no_field_of_a_request_can_say_is_refused(chat, says, files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    assert chat(says.url, "hi\n", "--grammar", "answer.lark", "--grammar-trigger", "<call>") == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("cpmrt: error: --grammar-trigger") and err.count("\n") == 1
 
 
 def test_settings_reach_the_server(chat, monkeypatch, capsys, says):
@@ -90,8 +155,30 @@ def test_a_server_that_is_not_there_is_one_line(chat, capsys, url, message):
     assert message in err and err.startswith("cpmrt: error: ") and err.count("\n") == 1
 
 
-def test_url_and_model_exclude_each_other(chat, capsys):
-    assert chat("http://localhost", "", "--model", "x") == 2
+@pytest.mark.parametrize("line", [
+    "--model x", "--draft lookup", "--dtype nonsense", "--executor reference", "--max-context 64",
+    "--memory-budget 8GiB", "--seed 3", "--kv-dtype fp8", "--lm-head-screen", "--prefix-dir x", "--revision main",
+    "--hf-overrides {}", "--sparse off", "--prefix-cache fast", "--draft-topk 3", "--tree-size 8", "--speculate off",
+])  # fmt: skip
+def test_what_is_about_a_model_here_is_refused_beside_a_url(chat, capsys, line):
+    assert chat("http://localhost:1", "hi\n", *line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == f"cpmrt: error: --url and {line.split()[0]} exclude each other; see cpmrt chat --help\n"
+
+
+def test_other_ways_to_say_the_same_are_refused_beside_a_url(chat, capsys):
+    assert chat("http://localhost:1", "hi\n", "openbmb/MiniCPM4-0.5B") == 2
+    assert "--url and --model" in capsys.readouterr().err
+    assert chat("http://localhost:1", "hi\n", "--no-prefix-cache") == 2
+    assert "--url and --prefix-cache" in capsys.readouterr().err
+
+
+def test_the_time_of_the_prompt_is_that_until_the_first_text(chat, tmp_path, capsys):
+    """The server holds back even the status until it has the first token, here for 0.3 s."""
+    with serving(lambda: saying_llm(tmp_path, lambda prompt: "ok", delay_s=0.3)) as server:
+        assert chat(server.url, "hi\n", "--stats") == 0
+    seconds = float(re.search(r"prompt \d+ tokens in ([\d.]+) s", capsys.readouterr().err)[1])
+    assert 0.3 <= seconds < 5
 
 
 def test_a_key_that_the_server_wants(chat, tmp_path, capsys, monkeypatch):

@@ -81,7 +81,7 @@ def test_what_a_generation_cost():
     (["generate", "x", "--draft", "no-such-draft"], 1, "no-such-draft"),
     (["generate", "x", "--draft", "lookup", "--draft-topk", "3"], 1, "lookup drafts chains"),
     (["generate", "x", "--draft", "lookup", "--speculate", "on"], 2, "invalid choice: 'on'"),
-    (["chat", "--url", "http://127.0.0.1:9", "--draft", "lookup"], 2, "--url and --"),
+    (["chat", "--url", "http://127.0.0.1:9", "--draft", "lookup"], 2, "--url and --draft exclude"),
     (["bench", "--case", "8:4", "--simulate-accept", "2"], 1, "speculate needs a draft"),
     (["bench", "--case", "8:4", "--draft", "lookup", "--simulate-accept", "7"], 1, "a number in [1, 6]"),
     (["bench", "--draft", "lookup", "--speculate", "off", "--simulate-accept", "2"], 1, "simulate_accept needs specul"),
@@ -89,7 +89,7 @@ def test_what_a_generation_cost():
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None)  # fmt: skip
 def test_mistakes_are_one_line(checkpoint, capsys, arguments, code, says):
     model = [] if "--url" in arguments else [checkpoint] if arguments[0] == "bench" else ["-m", checkpoint]
-    reference = ["--executor", "reference", "--max-context", "64"]
+    reference = [] if "--url" in arguments else ["--executor", "reference", "--max-context", "64"]
     assert main([arguments[0], *model, *reference, *arguments[1:]]) == code
     out, err = capsys.readouterr()
     assert out == "" and says in err and err.count("\n") == 1
