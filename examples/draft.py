@@ -1,17 +1,21 @@
-"""Decode faster with a draft, to exactly the same text: python examples/draft.py [MODEL DRAFT]
+"""Decode faster with a draft, to exactly the same text: python examples/draft.py [MODEL [DRAFT]]
 
-Without arguments: the bundled model with its EAGLE-2 draft.
+Without arguments: the bundled model with its EAGLE-2 draft. Without DRAFT: a lookup, which any model can have.
 """
 
-import sys
+import argparse
 
 from cpmrt import LLM, SamplingParams
 
-model, draft = sys.argv[1:] or (None, "eagle2")
+parser = argparse.ArgumentParser()
+parser.add_argument("model", nargs="?")
+parser.add_argument("draft", nargs="?")
+args = parser.parse_args()
+draft = args.draft or ("lookup" if args.model else "eagle2")
 params = SamplingParams(max_new_tokens=64, temperature=0.7, seed=3)
 texts = []
 for chosen in (None, draft):
-    with LLM(model, draft=chosen) as llm:
+    with LLM(args.model, draft=chosen) as llm:
         completion = llm.generate("class Queue:\n    def __init__(self):", params)
         texts.append(completion.text)
         stats = completion.stats

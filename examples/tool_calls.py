@@ -1,6 +1,7 @@
 """Show a model its tools, read the calls in its answer, and give it the results: python examples/tool_calls.py [MODEL]
 
 The bundled model is too small to call a tool, so without MODEL an answer of MiniCPM5 stands in for the model's.
+The chat template of MODEL must have a place for tools.
 """
 
 import json

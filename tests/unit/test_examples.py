@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpmrt import LLM, SamplingParams
+from cpmrt.weights.hub import BUNDLED
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are not part of the wheel")
@@ -19,8 +20,8 @@ pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are 
 def run(monkeypatch, capsys):
     """Run an example; what it writes on standard output and standard error."""
 
-    def run(name: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", [name])
+    def run(name: str, *arguments: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
         return capsys.readouterr()
 
@@ -37,6 +38,16 @@ def test_every_example_has_a_test_and_a_line_in_the_readme():
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names and names <= tests
     assert names == set(re.findall(r"\((\w+)\.py\)", (EXAMPLES / "README.md").read_text()))
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"tool_calls"}))
+def test_every_example_takes_a_model(run, name):
+    """All but tool_calls take the bundled model; that one needs a chat template with a place for tools."""
+    if name == "server":
+        pytest.importorskip("openai")
+    out, _ = run(name, str(BUNDLED))
+    assert len(out) > 20
 
 
 def test_generate(run):
@@ -91,6 +102,13 @@ def test_draft(run):
     assert float(re.search(r"draft eagle2: .* ([\d.]+) tokens a step", out)[1]) > 1.2
 
 
+def test_a_draft_of_a_model_that_is_named(run):
+    assert "draft lookup: " in run("draft", str(BUNDLED))[0]
+    assert "draft eagle3: " in run("draft", str(BUNDLED), "eagle3")[0]
+    with pytest.raises(SystemExit):
+        run("draft", str(BUNDLED), "eagle3", "more")
+
+
 @pytest.mark.all
 def test_long_context(run):
     out, _ = run("long_context")
@@ -109,3 +127,9 @@ def test_server(run):
     with LLM() as llm:
         params = SamplingParams(max_new_tokens=32, temperature=0)
         assert out == llm.chat([{"role": "user", "content": "What is a list?"}], params).text + "\n"
+
+
+def test_a_server_that_does_not_start_says_why(run):
+    pytest.importorskip("openai")
+    with pytest.raises(SystemExit, match="cpmrt: error: model '/no/such'"):
+        run("server", "/no/such")
