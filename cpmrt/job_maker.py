@@ -225,8 +225,10 @@ class JobMaker:
             raise RequestError("the checkpoint has no chat template", fix="use generate, or add chat_template.jinja")
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
+        _check_switch("allow_special_tokens", allow_special_tokens)
         options = _variables(template_kwargs) | {"tools": tools, "add_generation_prompt": add_generation_prompt}
         if enable_thinking is not None:
+            _check_switch("enable_thinking", enable_thinking)
             options["enable_thinking"] = enable_thinking
         control_tokens = () if allow_special_tokens else self.tokenizer.control_tokens.texts
         template, tokenizer = self.chat_template, self.tokenizer
@@ -252,6 +254,7 @@ class JobMaker:
         """Return a reading of the prompt's embedding: float32 [H]."""
         if pooling not in ("mean", "last"):
             raise RequestError("pooling", expected="mean | last", actual=quoted(pooling))
+        _check_switch("normalize", normalize)
 
         def pooled(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
             vector, last = np.zeros(self.config.hidden_size), np.zeros(0, np.float32)
@@ -278,7 +281,9 @@ class JobMaker:
         for index, token in enumerate(ids):
             is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
             if not is_integer or not 0 <= token < vocab:
-                raise RequestError(f"prompt: token {index}", expected=f"an id in [0, {vocab})", actual=quoted(token))
+                fix = "pass one prompt, or use generate or embed for a list of them" if isinstance(token, str) else None
+                expected = f"an id in [0, {vocab})"
+                raise RequestError(f"prompt: token {index}", expected=expected, actual=quoted(token), fix=fix)
         return tuple(int(token) for token in ids)
 
     def _reading(
@@ -342,6 +347,12 @@ def is_batch(prompt: object) -> TypeGuard[Prompts]:
     """Tell whether this is a list of prompts, and not of token ids."""
     is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
     return is_list and not isinstance(cast(Sequence[object], prompt)[0], (int, float, np.number))
+
+
+def _check_switch(name: str, value: object) -> None:
+    """Raise RequestError for what is not a bool: "false" would count as true."""
+    if not isinstance(value, bool):
+        raise RequestError(name, expected="True | False", actual=quoted(value))
 
 
 def _variables(template_kwargs: object) -> dict[str, Any]:

@@ -240,7 +240,8 @@ class LLM:
         nobody can forge a turn; `allow_special_tokens` makes them count.
         `tools` are functions as the OpenAI API describes them; the answer's `tool_calls` are those that it calls. With
         the `tool_choice` "required" it calls one or more, and a tool's name makes it call that one, all in the model's
-        own format and with arguments that their schema allows; with "none" the model does not hear of any.
+        own format and with arguments that their schema allows; with "none" the model does not hear of any. "auto" is a
+        RequestError where the chat template has no place for tools.
 
             >>> llm.chat([{"role": "user", "content": "What does os.path.join do?"}]).text
         """
