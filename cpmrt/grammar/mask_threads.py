@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from cpmrt.cores import usable_cores
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -19,8 +20,7 @@ _LEAST_SECONDS = 4e-4
 
 def default_num_threads() -> int:
     """Return half the number of cores that this process may use, at most 8: the rest of the engine needs some too."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores // 2, _MOST_THREADS)
+    return min(usable_cores() // 2, _MOST_THREADS)
 
 
 class MaskThreads:

@@ -6,7 +6,6 @@ LongRoPE (arXiv 2402.13753); Llama 3.1's frequency bands; with the defaults of t
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpmrt.config import ModelConfig, RopeConfig
+from cpmrt.cores import usable_cores
 from cpmrt.dtypes import F32
 
 F64 = NDArray[np.float64]
@@ -37,7 +37,7 @@ def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: in
 
 def rope_pieces(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> Iterator[F32]:
     """Yield the values of `rope_table` in the order of memory: float32 [at most PIECE, head_dim / 2] at a time."""
-    pending, threads = deque[Future[F32]](), min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    pending, threads = deque[Future[F32]](), min(_MOST_THREADS, usable_cores())
     with ThreadPoolExecutor(threads) as pool:
         for function in (np.cos, np.sin):
             for positions, inv_freq, attention_factor in _stretches(config, head_dim, num_positions, limit):

@@ -6,7 +6,6 @@ the scale as it is stored. Layouts: `weights.formats.blocks`, of which each pack
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -14,6 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from cpmrt.cores import usable_cores
 from cpmrt.dtypes import F32
 from cpmrt.quantization.group_scales import best_lines, best_scales, codebook_codes, codes_of
 from cpmrt.weights.formats.blocks import BLOCK_TYPES, IQ4_VALUES, U8
@@ -36,7 +36,7 @@ def quantise_rows(name: str, values: F32) -> U8:
         rows = values[begin : begin + step]
         out[begin : begin + step] = QUANTISERS[name](rows.reshape(-1, kind.size)).reshape(len(rows), -1)
 
-    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="cpmrt-quantise") as pool:
+    with ThreadPoolExecutor(usable_cores(), thread_name_prefix="cpmrt-quantise") as pool:
         for _ in pool.map(quantise, range(0, len(values), step)):
             pass
     return out

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from cpmrt.cores import usable_cores
 from cpmrt.dtypes import Array, DType, from_float32
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.tensor_spec import Source, TensorSpec
@@ -51,7 +51,7 @@ def unpacked_rows(source: Source, checkpoint: Checkpoint, dtype: DType) -> Itera
         rows = slice(begin, begin + step)
         return from_float32(kind.values(stored[rows] if order is None else stored[order[rows]]), dtype)
 
-    threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    threads = min(_MAX_THREADS, usable_cores())
     with ThreadPoolExecutor(threads, thread_name_prefix="cpmrt-unpack") as pool:
         pending = deque[Future[Array]]()
         for begin in range(0, source.shape[0], step):

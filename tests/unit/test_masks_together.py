@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from concurrent.futures import Future
 from random import Random
 
@@ -243,7 +244,7 @@ def test_a_form_that_compiles_once_only_stays_alone(outcome):
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 0), (2, 1), (4, 2), (16, 8), (128, 8)])
 def test_threads_leave_half_of_the_cores_to_others(monkeypatch, cores, threads):
-    monkeypatch.setattr(mask_threads.os, "sched_getaffinity", lambda process: range(cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     assert mask_threads.default_num_threads() == threads
     pays = mask_threads.MaskThreads(threads, 64).pay(64, 64, 0.0)
     assert pays == (threads > 1)

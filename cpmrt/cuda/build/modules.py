@@ -6,13 +6,13 @@ A module is one file compiled for one architecture, storage type and set of comp
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from cpmrt.cores import usable_cores
 from cpmrt.cuda.build import cubin_cache, nvrtc
 from cpmrt.cuda.build.source import KernelSource, read_source
 from cpmrt.cuda.build.spec import KernelSpec, macros_of
@@ -68,7 +68,7 @@ def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Constants]
     read = cache(read_source)
     builds = [_Build.of(read(file), arch, dtype, constants) for file, constants in modules]
     cached = [build.cached() for build in builds]
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
         made = [path or pool.submit(build.compile) for path, build in zip(cached, builds, strict=True)]
         try:
             return [path if isinstance(path, Path) else path.result() for path in made]

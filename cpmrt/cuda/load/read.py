@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Protocol
 
+from cpmrt.cores import usable_cores
 from cpmrt.dtypes import DType
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.memory.plan import Region
@@ -143,7 +144,7 @@ def read_all(
     pages are memory that the device lacks. Raises CheckpointError if a file cannot be read or is too short; what was
     submitted until then may still be under way.
     """
-    num_readers = min(num_readers or min(MAX_READERS, os.cpu_count() or 1), len(ring.slots))
+    num_readers = min(num_readers or min(MAX_READERS, usable_cores()), len(ring.slots))
     queue = deque(jobs)
     with ExitStack() as stack:
         files = {path: stack.enter_context(open_file(path)).fileno() for path in {job.path for job in jobs}}
