@@ -217,20 +217,27 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},
         {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1, "WEIGHT_BITS": 2},
     ),
-    "linear_packed/layer_products.cu": tuple(
+    "linear_packed/row_layers.cu": tuple(
         {"IN_FEATURES": hidden, "ATTENTION": attention, "INNER": inner, "QKV_ROWS": rows, "HEAD_DIM": head_dim}
         | {"RUNS": 8, "GATE_UP_RUNS": runs, "WEIGHT_BITS": 4, "SCALE_GROUP": 128, "ZEROS": 0, "NEXT": follows}
-        | {"GRID": grid, "SLOTS": 5, "SMEM_BYTES": 101376}
-        for hidden, attention, inner, rows, head_dim, follows, runs, grid in (
-            (4096, 4096, 16384, 4608, 128, 1, 1, 132), (4096, 4096, 16384, 16, 16, 0, 1, 82),
-            (2048, 2048, 6144, 2560, 128, 1, 8, 132), (512, 768, 1408, 1536, 96, 1, 8, 30),
+        | {"GRID": grid, "SLOTS": 5, "SMEM_BYTES": 101376 - 1024 * bool(attends), "ATTENDS": int(bool(attends))}
+        | attends
+        for hidden, attention, inner, rows, head_dim, follows, runs, grid, attends in (
+            (4096, 4096, 16384, 4608, 128, 1, 1, 132, {}), (4096, 4096, 16384, 16, 16, 0, 1, 82, {}),
+            (2048, 2048, 6144, 2560, 128, 1, 8, 132, {}), (512, 768, 1408, 1536, 96, 1, 8, 30, {}),
+            (4096, 4096, 16384, 4608, 128, 1, 1, 128, {"GROUP": 16, "PAGE_STAGES": 2}),
+            (4096, 4096, 16384, 4608, 128, 1, 1, 82, {"GROUP": 16, "PAGE_STAGES": 2}),
+            (2048, 2048, 6144, 2560, 128, 1, 8, 132, {"GROUP": 8, "PAGE_STAGES": 2}),
+            (1024, 1024, 4096, 1280, 64, 1, 8, 132, {"GROUP": 8, "PAGE_STAGES": 2}),
         )
     )
-    + (
+    + tuple(
         {"IN_FEATURES": 1536, "ATTENTION": 1536, "INNER": 3840, "QKV_ROWS": 2560, "HEAD_DIM": 64, "NEXT": 1}
         | {"RUNS": 8, "GATE_UP_RUNS": 8, "WEIGHT_BITS": 4, "SCALE_GROUP": 128, "ZEROS": 0}
-        | {"GRID": 128, "SLOTS": 5, "SMEM_BYTES": 101376}
-        | _FATRELU,
+        | {"GRID": 128, "SLOTS": 5, "SMEM_BYTES": 100352, "ATTENDS": int(bool(attends))}
+        | attends
+        | _FATRELU
+        for attends in ({}, {"GROUP": 3, "PAGE_STAGES": 2})
     ),
     "linear_packed/packed_gemm.cu": (
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 64, "TILES": 16, "TILE_WARPS": 1, "STAGES": 6} | _SHORT,

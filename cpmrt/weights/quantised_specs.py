@@ -22,7 +22,7 @@ from cpmrt.weights.quantised import read_order
 from cpmrt.weights.ternary import TERNARY_BITS, declared_ternary
 
 _GROUPS = (128, 64, 32)
-_LAYER_PRODUCTS = ("qkv", "residual", "gate_up")
+_ROW_LAYERS = ("qkv", "residual", "gate_up")
 BLOCKS = "GGUF"
 """What `quantisation_summary` calls the method of blocks."""
 
@@ -80,7 +80,7 @@ def round_layers(specs: Sequence[TensorSpec], bits: int | None) -> tuple[TensorS
     """
     if bits is None:
         return tuple(specs)
-    return tuple(_rounded(spec, bits) if spec.product in _LAYER_PRODUCTS else spec for spec in specs)
+    return tuple(_rounded(spec, bits) if spec.product in _ROW_LAYERS else spec for spec in specs)
 
 
 def _rounded(spec: TensorSpec, bits: int) -> TensorSpec:

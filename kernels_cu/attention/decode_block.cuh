@@ -129,17 +129,19 @@ struct Target {
     }
   }
 
-  // The last cluster to arrive merges the slice and stores it in `out`.
+  // The last cluster to arrive merges the slice and stores it in `out`; without clusters THREADS of its threads do.
+  template <int THREADS = kThreads>
   DEVICE void merge_clusters(const Heads& heads, int rank) const {
 #if IN_CLUSTERS
     for (int vector = rank * kSlice + threadIdx.x; vector < (rank + 1) * kSlice; vector += kThreads)
       store_vector(out, heads, vector, merge<kMergeBatch>(used_clusters, [&](int i) { return partial(i, vector); }).out);
 #else
-    // There are more partials, and a thread has several vectors: their loads wait together.
-    constexpr int kOwn = (kVectors + kThreads - 1) / kThreads;
-    const auto vector_of = [&](int own) { return own * kThreads + static_cast<int>(threadIdx.x); };
+    // There are more partials, and a thread has several vectors: their loads wait together. How many partials are added at
+    // a time decides a result's last bits.
+    constexpr int kOwn = (kVectors + THREADS - 1) / THREADS, kBatch = 32 / ((kVectors + kThreads - 1) / kThreads);
+    const auto vector_of = [&](int own) { return own * THREADS + static_cast<int>(threadIdx.x); };
     Mean means[kOwn];
-    merge<32 / kOwn>(means, used_clusters, [&](int i, int own) { return partial(i, min(vector_of(own), kVectors - 1)); });
+    merge<kBatch>(means, used_clusters, [&](int i, int own) { return partial(i, min(vector_of(own), kVectors - 1)); });
 #pragma unroll
     for (int own = 0; own < kOwn; ++own)
       if (vector_of(own) < kVectors) store_vector(out, heads, vector_of(own), means[own].finished().out);

@@ -1,9 +1,9 @@
-// The weights of all products of layer_products.cu in one stream: a ring in shared memory for each warp, and the warp's share of a product.
+// The weights of all products of row_layers.cu in one stream: a ring in shared memory for each warp, and the warp's share of a product.
 #pragma once
 #include "packed_activations.cuh"
 #include "packed_multiply.cuh"
 
-constexpr int kHidden = IN_FEATURES, kProducts = NEXT ? 4 : 3;
+constexpr int kHidden = IN_FEATURES, kOfLayer = 4;   // products of a layer, of which the last one is the next layer's
 constexpr int kMostChunk = 2;      // slices of a chunk
 constexpr int kAhead = 3;          // chunks of a warp that are copied before x of their product is asked for: more would keep it waiting
 constexpr int kMostStage = 4;      // slices of a run of x that are in shared memory at a time, but for rows that are normalised
@@ -39,29 +39,56 @@ DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
 
 // Shared memory.
 constexpr int kSlotBytes = kMostChunk * kUnitBytes;
-constexpr int kSquares = 0, kPlace = kSquares + kRowWarps * 4, kSums = 64;
+constexpr int kSquares = 0, kPlace = kSquares + kRowWarps * 4, kRowPlace = kPlace + 8, kSums = 64;
 constexpr int kMostRounds = most(most(Output::kRounds, Down::kRounds), most(GateUp::kIsWhole ? 1 : GateUp::kRounds, Qkv::kRounds));
 constexpr int kRow = kSums + kMostRounds * kWarps * 64;
 constexpr int kRowSlices = most(kHidden / 128, kWarps * most(Output::kStage, Down::kStage));
-constexpr int kRings = kRow + kRowSlices * kXSliceBytes;
+constexpr int kRings = (kRow + kRowSlices * kXSliceBytes + 127) / 128 * 128;
 static_assert(kRings + kWarps * SLOTS * kSlotBytes <= kSharedBytes, "SMEM_BYTES is too small");
 static_assert(SLOTS >= 2, "two tiles go side by side");
 
+DEVICE unsigned char* ring_memory() {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  return memory + kRings;
+}
+
+// In the compiler's eyes it is another one then: what follows from it is not kept in registers from one layer to the next.
+DEVICE void renew(Lane& at) {
+  asm volatile("" : "+r"(at.shared), "+r"(at.warp), "+r"(at.lane), "+r"(at.token), "+r"(at.quarter));
+}
+
+// What the products of a layer read: weights, the norms of gate_up and of qkv, and the bias of qkv, which is the next layer's, as are the
+// pages in which its keys and values go.
+struct LayerOperands {
+  const void *o, *gate_up, *down, *qkv;
+  const scalar_t *mlp_norm, *norm, *bias;
+  scalar_t *k_pages, *v_pages;
+};
+constexpr int kMostLayers = ATTENDS ? 54 : 1;   // whose operands a launch takes: 4 KB
+struct Layers {
+  LayerOperands of[kMostLayers];
+};
+
 // The warp's chunks of all products: of each, chunk by chunk of its run, for each the tiles of all its rounds.
 struct Chain {
+  static constexpr int kNever = 1 << 30;
   const Lane& at;
-  const void *o, *gate_up, *down, *qkv;
+  const Layers& layers;
+  int num_products;                     // of all layers
   uint32_t ring;
   int slot = 0;                         // the next chunk to read, and where the next copy goes
-  int product = 0, round = 0, slice = 0;   // the next chunk to copy
-  int current = 0, ahead = 0, skipped = 0;   // the product whose x is asked for; chunks behind it that are copied, that wait for it
+  int product = -1, round = 0, slice = 0;   // the next chunk to copy
+  int current, ahead = 0, skipped = 0;  // the product whose x is asked for; chunks behind it that are copied, that wait for it
+  int barred = kNever;                  // the first product of which nothing is copied yet, whatever it is
   const unsigned char* from;            // the warp's run of its first tile of the product
   int rounds, slices, chunk, step;      // of the product; bytes from one of the warp's tiles to the next
 
-  DEVICE Chain(const Lane& lane, const void* o_weight, const void* gate_up_weight, const void* down_weight, const void* qkv_weight)
-      : at(lane), o(o_weight), gate_up(gate_up_weight), down(down_weight), qkv(qkv_weight), ring(lane.shared + kRings + lane.warp * SLOTS * kSlotBytes) {
-    enter<Output>(o);
-    if (rounds == 0 || slices == 0) next_product();
+  DEVICE Chain(const Lane& lane, const Layers& all, int count, int asked_for)
+      : at(lane), layers(all), num_products(count), ring(lane.shared + kRings + lane.warp * SLOTS * kSlotBytes), current(asked_for) {
+    next_product();
+  }
+  // Starts the first copies.
+  DEVICE void fill() {
 #pragma unroll 1
     for (int i = 0; i < SLOTS; i++) copy_next();
   }
@@ -74,16 +101,20 @@ struct Chain {
   DEVICE void next_product() {
     do {
       product++;
-      if (product == 1) enter<GateUp>(gate_up);
-      else if (product == 2) enter<Down>(down);
-      else if (NEXT && product == 3) enter<Qkv>(qkv);
-    } while (product < kProducts && (rounds == 0 || slices == 0));
+      if (product >= num_products) return;
+      const LayerOperands& of = layers.of[product / kOfLayer];
+      const int kind = product % kOfLayer;
+      if (kind == 0) enter<Output>(of.o);
+      else if (kind == 1) enter<GateUp>(of.gate_up);
+      else if (kind == 2) enter<Down>(of.down);
+      else enter<Qkv>(of.qkv);
+    } while (rounds == 0 || slices == 0);
   }
   // Starts the copy of the next chunk into the slot that was read last.
   DEVICE void copy_next() {
-    if (product > current && ahead == kAhead) {
+    if (product >= barred || (product > current && ahead == kAhead)) {
       skipped++;
-    } else if (product < kProducts) {
+    } else if (product < num_products) {
       ahead += product > current;
       const int left = slices - slice, bytes = (left < chunk ? left : chunk) * kUnitBytes;
       const unsigned char* const source = from + round * step + slice * kUnitBytes;

@@ -106,7 +106,7 @@ def test_each_shape_is_looked_at_once_and_only_where_blocks_wait(monkeypatch):
 
 def test_which_kernels_wait_across_blocks():
     waiting = {spec.name: spec.waits_across_blocks for spec in KERNELS if spec.waits_across_blocks}
-    assert all(waiting.pop(always)({}) for always in ("experts_row", "rescore", "layer_products"))
+    assert all(waiting.pop(always)({}) for always in ("experts_row", "rescore", "row_layers"))
     assert set(waiting) == {f"linear_packed_{product}" for product in ("qkv", "residual", "gate_up", "head")}
     for wait in waiting.values():
         assert wait({"SHARED_RUN": 1, "RUNS": 8, "CLUSTERS": 0})

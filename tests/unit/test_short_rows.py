@@ -53,3 +53,22 @@ def test_a_start_compiles_the_kernel_of_short_rows(
     blueprint = described(model, EngineConfig(load_format="dummy", max_context=4096), CudaTarget(device), None, "auto")
     found = [file for file, _ in modules_of(blueprint, device) if file.endswith("qkv_attention.cu")]
     assert found == ([f"attention/{kernel}.cu"] if kernel else [])
+
+
+@pytest.mark.parametrize(("shape", "changes", "arch", "attends"), [
+    ("minicpm4-8b", {}, "sm_89", [True, False]),
+    ("minicpm4-0.5b", {}, "sm_86", [True, False]),
+    ("minicpm4-0.5b", {}, "sm_90", []),
+    ("minicpm4-8b", {}, "sm_87", []),
+])  # fmt: skip
+def test_a_start_compiles_the_kernel_of_all_layers(
+    tmp_path: Path, shape: str, changes: dict[str, Any], arch: str, attends: list[bool]
+) -> None:
+    """Where there is one: below sm_90, with multiprocessors enough. Long rows have that of a layer's products."""
+    config = shape_config(shape) | {"num_hidden_layers": 2, "quantization_config": gptq_config()} | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    device = known_device(arch)
+    model = ModelFolder.open(str(tmp_path), weights=False)
+    blueprint = described(model, EngineConfig(load_format="dummy", max_context=4096), CudaTarget(device), None, "auto")
+    found = [constants for file, constants in modules_of(blueprint, device) if file.endswith("row_layers.cu")]
+    assert {bool(constants["ATTENDS"]) for constants in found} == set(attends)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from cpmrt.cuda.ops.attention.qkv import HeldQkv, attend_held
 from cpmrt.cuda.ops.attention.selected import SelectedChunkPlan, attend_selected_chunk, dense_rows, selected_launch
 from cpmrt.cuda.ops.attention.tree import shares_pages, tree_launch
 from cpmrt.cuda.ops.kv import is_fp8
+from cpmrt.cuda.ops.linear_packed.held_layers import HeldLayers
 from cpmrt.cuda.ops.selection import BlockChoice, SelectionPlan
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.layers import EMBED, HEAD
@@ -75,11 +77,15 @@ def step_launch(
 class AttentionOps:
     """The ops `select_blocks`, `decode_attention` and `prefill_attention` of `ops.protocol.Ops`.
 
-    `arrays` holds the plan's workspace by name, and `chunk`: slot, start and count of a prefill chunk.
+    `arrays` holds the plan's workspace by name, and `chunk`: slot, start and count of a prefill chunk. `layers` may
+    launch the attention of one row together with the products around it.
     """
 
-    def __init__(self, launcher: Launcher, plan: AttentionPlan, arrays: Mapping[str, DeviceArray]):
-        self._launch, self._plan = launcher, plan
+    def __init__(
+        self, launcher: Launcher, plan: AttentionPlan, arrays: Mapping[str, DeviceArray],
+        layers: HeldLayers | None = None,
+    ):  # fmt: skip
+        self._launch, self._plan, self._layers = launcher, plan, layers
         self._scratch = AttentionScratch(arrays["attention_partials"], arrays["attention_arrivals"])
         names = ("expanded_k", "expanded_v", "expanded_tables")
         self._expanded = prefill.ExpandedPages(*(arrays[name] for name in names)) if is_fp8(plan.caches) else None
@@ -112,7 +118,9 @@ class AttentionOps:
         is_tree, is_selected = rows.tree_masks is not None, selection is not None
         one = step_launch(self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected)
         given = Operands(out, q, kv, rows, scale, selection)
-        attend_rows(self._launch, one, self._scratch, given, prefers_shared=after.prefers_shared)
+        launch_one = partial(attend_rows, self._launch, one, self._scratch, given, prefers_shared=after.prefers_shared)
+        if self._layers is None or window or not self._layers.takes_attention(given, launch_one):
+            launch_one()
 
     def prefill_attention(
         self, out: DeviceArray, q: DeviceArray, kv: KVPages, rows: Rows, scale: float, window: int = 0,

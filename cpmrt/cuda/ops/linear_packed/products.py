@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -16,13 +16,15 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import StepProduct, float_bits
 from cpmrt.cuda.ops.linear_packed.constants import LINEAR_PACKED, PREPARE, PREPARE_THREADS, PrepareConstants
-from cpmrt.cuda.ops.linear_packed.layer_products import LayerProducts, joins_products
+from cpmrt.cuda.ops.linear_packed.held_layers import HeldLayers
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight, RepackConstants, Weight, packed_layout
 from cpmrt.cuda.ops.linear_packed.long_chunk import LongChunkConstants, plan_long_chunk, takes_long_chunk
 from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, PackedPlan, plan_packed
+from cpmrt.cuda.ops.linear_packed.row_layers import joins_products
 from cpmrt.cuda.ops.linear_packed.short_chunk import ChunkPlan, plan_short_chunk, takes_short_chunk
 from cpmrt.memory.packed_regions import PackedRegion
 from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD, QKV
@@ -169,16 +171,18 @@ class PackedProducts:
 
     With `prefers_shared` all of them ask for as much shared memory as a multiprocessor has, as the kernels between them
     do: a multiprocessor changes the split only while it is idle, so a block that wants another one starts late.
+    `attention`: the plan of the layers' attention, if it may be launched together with their products.
     """
 
     def __init__(
         self, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray], device: Device,
-        *, prefers_shared: bool = False,
+        attention: DecodePlan | None = None, *, prefers_shared: bool = False,
     ):  # fmt: skip
         self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
         self._scratch = PackedScratch.of(arrays)
-        counter = self._scratch.counter
-        self._layer = None if counter is None else LayerProducts(launcher, device, counter, self._launch_one)
+        counter, names = self._scratch.counter, ("attention_partials", "attention_arrivals")
+        attends = AttentionScratch(*map(arrays.get, names)) if attention is not None else None
+        self.layers = None if counter is None else HeldLayers(launcher, device, counter, attention, attends)
 
     def step(
         self, product: StepProduct, weight: PackedWeight, after: Handoff, ahead: Weight | None = None
@@ -189,9 +193,10 @@ class PackedProducts:
         Those of one row may wait for the next ones, to be launched together with them.
         """
         prefers_shared = _plan(weight.layout, len(product.x), self._device).prefers_shared or self._prefers_shared
-        if self._layer is not None and self._layer.takes(product, weight, prefers_shared=prefers_shared):
+        launch_one = partial(self._launch_one, product, weight, after, ahead)
+        if self.layers is not None and self.layers.takes(product, weight, launch_one, prefers_shared=prefers_shared):
             return Handoff(None, prefers_shared)
-        return self._launch_one(product, weight, after, ahead)
+        return launch_one()
 
     def _launch_one(
         self, product: StepProduct, weight: PackedWeight, after: Handoff = NOTHING, ahead: Weight | None = None

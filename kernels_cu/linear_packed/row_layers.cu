@@ -1,27 +1,33 @@
-// layer_products: all that a step of one row does between two attentions, in one launch: four products with weights of 4 bits.
+// row_layers: layers of a step of one row with weights of 4 bits, in one launch: all of them, or what one does between two attentions.
 //
-// x += scale * attention Wo^T; inner = silu(n Wg^T) * (n Wu^T), n the normalised x; x += scale * inner Wd^T; and with NEXT q, k and v
-// of the layer after it, from x normalised again: each as linear_packed.cu computes it, bit for bit.
-// Operands: x (1, H) scalar_t; attention (1, A), inner (1, F) scalar_t; weights o, gate_up, down and qkv packed as in packed_layout.cuh;
-//   mlp_norm, norm (H) scalar_t; counter uint64, 0 at first, which only this kernel with this GRID writes; the others as in linear_packed_qkv.
+// For each layer: with ATTENDS attention = that of decode_attention.cu over the layer's pages; x += scale * attention Wo^T;
+// inner = silu(n Wg^T) * (n Wu^T), n the normalised x; x += scale * inner Wd^T; and, where products are left, q, k and v of the layer
+// behind it, from x normalised again. All have the bits of decode_attention.cu and linear_packed.cu.
+// Operands: those of Shared and LayerOperands, whose place in the parameters is theirs here: x (1, H), attention (1, A), inner (1, F),
+//   q scalar_t; counter uint64, 0 at first, which only this kernel with this GRID writes; partials, arrivals as in decode_attention.cu;
+//   rope, positions, slots, block_tables, num_heads and so on as in linear_packed_qkv; num_products: of all layers, the last one may have 3.
+//   first_k_pages, first_v_pages: of the first layer. Of a layer: weights packed as in packed_layout.cuh; mlp_norm, norm (H), bias scalar_t;
+//   k_pages, v_pages: of the layer behind it, for which norm, qkv and bias are
 // Constants:
 //   IN_FEATURES: H, the elements of a row. ATTENTION: A. INNER: F. QKV_ROWS: rows of the qkv weight. HEAD_DIM: elements of a head
-//   NEXT: 1 if there is a layer after this one; 0: there is no qkv product
+//   NEXT: 1 if there is a product qkv at all. ATTENDS: 1: up to kMostLayers whole layers; 0: one, without its attention
+//   GROUP: query heads of a KV head. PAGE_STAGES: places of a warp's ring of pages, 2 or more (both with ATTENDS only)
 //   RUNS: 8, the parts of K, of all weights but that of gate_up. GATE_UP_RUNS: of that, 8 or 1
 //   WEIGHT_BITS: 4. SCALE_GROUP: 128. ZEROS: 0. GRID: blocks
 //   SLOTS: chunks of a warp's ring of weights, 2 or more. SMEM_BYTES: dynamic shared memory of the launch
 //   FATRELU: the activation is that of fatrelu.cuh; without it SiLU
 // Grid: GRID blocks, at most as many as multiprocessors, all of which must run at once; block 256; SMEM_BYTES of dynamic shared memory.
-// Numerics: those of linear_packed.cu; a row's bits are the same, whichever kernel has computed it.
-// Oracle: NumpyOps.project_residual, gate_up, qkv.
+// Numerics: those of the kernels named above; a row's bits are the same, whichever kernel has computed it.
+// Oracle: NumpyOps.decode_attention, project_residual, gate_up, qkv.
 // Source: original; the barrier as in cooperative groups (one counter, release and acquire).
 // Why so: below sm_90 no kernel begins before the one before it has ended, and each then waits for x and its first weights. Here a warp
-//   knows all its chunks of the four weights from the start, and its ring goes on over the end of a product: while blocks wait for each
-//   other the memory fills it with the next weight. Eight warps share a tile, each has a run of K and brings that part of x alone; of a
-//   gate_up weight in one run each warp has another tile. Tiles of a warp go side by side, so that products of several are under way.
+//   knows all its chunks of all weights from the start, and its ring goes on over the end of a product: while blocks wait for each
+//   other, or for those that attend, the memory fills it with the next weight. Eight warps share a tile, each has a run of K and brings
+//   that part of x alone; of a gate_up weight in one run each warp has another tile. Tiles of a warp go side by side, so that products of
+//   several are under way. From sm_90 on dependent launches are faster (tools/log/packed_products.md).
 #if !defined(IN_FEATURES) || !defined(ATTENTION) || !defined(INNER) || !defined(QKV_ROWS) || !defined(HEAD_DIM) || !defined(NEXT) || \
     !defined(RUNS) || !defined(GATE_UP_RUNS) || !defined(WEIGHT_BITS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(GRID) || \
-    !defined(SLOTS) || !defined(SMEM_BYTES)
+    !defined(SLOTS) || !defined(SMEM_BYTES) || !defined(ATTENDS) || (ATTENDS && !defined(GROUP)) || (ATTENDS && !defined(PAGE_STAGES))
 #error "a constant is not defined"
 #endif
 constexpr int kSharedBytes = SMEM_BYTES;
@@ -43,45 +49,21 @@ constexpr int kSharedBytes = SMEM_BYTES;
 #define FEEDS 0
 #define KEPT_ROUNDS 1
 #define PORTABLE 1
+#include "grid_barrier.cuh"
 #include "layer_weights.cuh"
 #include "linear_epilogue.cuh"
 #include "packed_activations.cuh"
+#if ATTENDS
+#include "../attention/row_attention.cuh"
+// Attention has the memory of the rings in turn.
+static_assert(kRings + attention::kMemoryBytes <= kSharedBytes, "SMEM_BYTES is too small");
+#endif
 
 static_assert(WEIGHT_BITS == 4 && SCALE_GROUP == 128 && !ZEROS && RUNS == 8, "symmetric weights of 4 bits, a scale to 128");
 static_assert(GATE_UP_RUNS == 8 || GATE_UP_RUNS == 1, "runs of gate_up");
 #ifdef FATRELU
 static_assert((FATRELU & 0x7F800000) != 0x7F800000, "FATRELU must be the bits of a finite threshold");
 #endif
-
-// A counter that blocks add to, and wait for: its value before a launch is a multiple of what a launch adds.
-struct GridBarrier {
-  static constexpr uint64_t kOfLaunch = 3 * GRID;
-  uint64_t* counter;
-  uint64_t before = 0;   // of the first thread: read while this block has not arrived, so that no launch is complete meanwhile
-  int passed = 0;
-
-  DEVICE explicit GridBarrier(uint64_t* shared_counter) : counter(shared_counter) {
-    if (threadIdx.x == 0) asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(before) : "l"(counter) : "memory");
-  }
-  DEVICE uint64_t read() const {
-    uint64_t value;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
-    return value;
-  }
-  // All that the block's threads have written is visible to whoever waits. Every block, whether it has tiles or not.
-  DEVICE void arrive() const {
-    __syncthreads();
-    if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
-  }
-  DEVICE void wait() {
-    if (threadIdx.x == 0) {
-      const uint64_t target = before / kOfLaunch * kOfLaunch + ++passed * GRID;
-      while (read() < target) {
-      }
-    }
-    __syncthreads();
-  }
-};
 
 // The warp's run of a row as it is in memory, a stage at a time.
 template <class M>
@@ -157,7 +139,7 @@ template <class M, class Epilogue>
 struct SharedTiles {
   const Lane& at;
   Epilogue& epilogue;
-  int round = threadIdx.x / 8, row = threadIdx.x % 8;
+  int round = at.warp * 4 + at.lane / 8, row = at.lane % 8;
 
   DEVICE bool finishes() const { return round < M::rounds(0); }
   // At what an output needs besides.
@@ -192,7 +174,8 @@ struct AddEpilogue : ResidualEpilogue<1, 1> {
 
 // x += scale * row W^T.
 template <class M>
-DEVICE void add_product(const Lane& at, Chain& weights, PlainRun<M>& run, AddEpilogue& add) {
+DEVICE void add_product(const Lane& at, Chain& weights, PlainRun<M>& run, scalar_t* x, float scale) {
+  AddEpilogue add{{x, nullptr, kHidden, scale}};
   SharedTiles<M, AddEpilogue> tiles{at, add};
   tiles.look();
   Sums out[M::kRounds] = {};
@@ -210,57 +193,110 @@ DEVICE void multiply_normalised(Sums (&out)[M::kRounds], const Lane& at, Chain& 
   multiply_run<M>(out, weights, at, [&](int slice) { return own + slice * kXSliceBytes; });
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(layer_products)(
-    scalar_t* x, const scalar_t* attention, scalar_t* inner, const void* __restrict__ o, const scalar_t* __restrict__ mlp_norm,
-    const void* __restrict__ gate_up, const void* __restrict__ down, uint64_t* counter, float scale, float eps,
-    const scalar_t* __restrict__ norm, const void* __restrict__ qkv, scalar_t* q, scalar_t* k_pages, scalar_t* v_pages,
-    const scalar_t* __restrict__ bias, const float* __restrict__ rope, const int* positions, const int* locations, const int* slots,
-    const int* __restrict__ block_tables, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context) {
-  pdl_wait();
-  const Lane at;
-  PlainRun<Output> o_run{at, attention};
-  o_run.ask(0);
-  GridBarrier grid(counter);
-  Chain weights(at, o, gate_up, down, qkv);
-  RowPieces pieces;
-  ask_for_norm(pieces, mlp_norm);
-  AddEpilogue add{{x, nullptr, kHidden, scale}};
-  GateUpEpilogue activate{inner, INNER, nullptr};
-  QkvEpilogue<1, 1> append{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, 1, num_heads, num_kv_heads,
-                           pages_per_sequence, max_context};
-  const auto of_rms = [&] { return RowPieces::scale(at.shared + kSquares, eps); };
-  pdl_launch_dependents();
-  if (NEXT) append.prepare(at.shared + kPlace);
+// What all layers share.
+struct Shared {
+  scalar_t *x, *attention, *inner, *q;
+  uint64_t* counter;
+  float* partials;
+  int* arrivals;
+  const float* rope;
+  const int *positions, *slots, *block_tables;
+  float residual_scale, eps, score_scale;
+  int num_layers, num_products, num_splits, num_heads, num_kv_heads, pages_per_sequence, max_context;
+};
 
-  add_product(at, weights, o_run, add);
-  grid.arrive();
-  grid.wait();
-  {
-    Sums out[GateUp::kRounds] = {};
-    multiply_normalised<GateUp>(out, at, weights, x, pieces);
-    if constexpr (GateUp::kIsWhole) {
-      const float by = of_rms();
+extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(row_layers)(
+    const __grid_constant__ Shared given, const scalar_t* first_k_pages, const scalar_t* first_v_pages,
+    const __grid_constant__ Layers layers) {
+  pdl_wait();
+  Lane at;
+#if !ATTENDS
+  PlainRun<Output> o_run{at, given.attention};
+  o_run.ask(0);
+#endif
+  GridBarrier<kThreads> grid(given.counter, GRID);
+  Chain weights(at, layers, given.num_products, ATTENDS ? -1 : 0);
+#if ATTENDS
+  if (threadIdx.x == 0) store_shared_words(at.shared + kRowPlace, load_now(given.slots), load_now(given.positions));
+  __syncthreads();
+  // Made anew where it is wanted: registers are few.
+  const auto row_now = [&] {
+    const uint2 place = load_shared_words(at.shared + kRowPlace);
+    return attention::RowAttention(given.attention, given.q, given.partials, given.arrivals, given.block_tables, place.x, place.y,
+                                   given.num_splits, given.num_kv_heads, given.pages_per_sequence, given.score_scale);
+  };
+  const int page = row_now().first_page();
+  if (row_now().has_run()) weights.barred = 0;
+#endif
+  weights.fill();
+  RowPieces pieces;
+  GateUpEpilogue activate{given.inner, INNER, nullptr};
+  const auto append_to = [&](const LayerOperands& of) {
+    return QkvEpilogue<1, 1>{given.q, of.k_pages, of.v_pages, of.bias, given.rope, given.positions, nullptr, given.slots,
+                             given.block_tables, 1, given.num_heads, given.num_kv_heads, given.pages_per_sequence, given.max_context,
+                             at.shared + kPlace};
+  };
+  QkvEpilogue<1, 1> place = append_to(layers.of[0]);
+  const auto of_rms = [&] { return RowPieces::scale(at.shared + kSquares, given.eps); };
+  pdl_launch_dependents();
+  if (NEXT) place.prepare(at.shared + kPlace);
+  if (NEXT && ATTENDS) place.publish(), place.look_up(), place.settle();
+
+#pragma unroll 1
+  for (int layer = 0;; layer++) {
+    const LayerOperands& of = layers.of[layer];
+    renew(at);
+#if ATTENDS
+    const attention::RowAttention row = row_now();
+    row.attend(ring_memory(), page, layer == 0 ? first_k_pages : layers.of[layer - 1].k_pages,
+               layer == 0 ? first_v_pages : layers.of[layer - 1].v_pages, [&] {
+                 if (layer > 0) grid.wait();
+                 if (!row.has_run()) weights.go_on();
+               });
+    grid.arrive();
+    if (row.has_run()) weights.barred += kOfLayer, weights.go_on();
+    ask_for_norm(pieces, of.mlp_norm);
+    grid.wait();
+    PlainRun<Output> o_run{at, given.attention};
+    o_run.ask(0);
+#else
+    ask_for_norm(pieces, of.mlp_norm);
+#endif
+    add_product(at, weights, o_run, given.x, given.residual_scale);
+    grid.arrive();
+    grid.wait();
+    {
+      Sums out[GateUp::kRounds] = {};
+      multiply_normalised<GateUp>(out, at, weights, given.x, pieces);
+      if constexpr (GateUp::kIsWhole) {
+        const float by = of_rms();
 #pragma unroll
-      for (int round = 0; round < GateUp::kRounds; round++)
-        if (at.quarter == 0 && round < GateUp::rounds(at.warp))
-          activate.store(0, 0, GateUp::tile(at.warp, round), at.token, 0, out[round][0][0] * by, out[round][0][2] * by);
-    } else {
-      SharedTiles<GateUp, GateUpEpilogue>{at, activate}.finish(out, of_rms);
+        for (int round = 0; round < GateUp::kRounds; round++)
+          if (at.quarter == 0 && round < GateUp::rounds(at.warp))
+            activate.store(0, 0, GateUp::tile(at.warp, round), at.token, 0, out[round][0][0] * by, out[round][0][2] * by);
+      } else {
+        SharedTiles<GateUp, GateUpEpilogue>{at, activate}.finish(out, of_rms);
+      }
     }
+    grid.arrive();
+    const bool has_qkv = NEXT && layer * kOfLayer + 3 < given.num_products;
+    if (has_qkv && !ATTENDS) place.publish(), place.look_up(), place.settle();
+    if (has_qkv) ask_for_norm(pieces, of.norm);
+    grid.wait();
+    PlainRun<Down> down_run{at, given.inner};
+    down_run.ask(0);
+    weights.go_on();
+    add_product(at, weights, down_run, given.x, given.residual_scale);
+    if (!has_qkv) return;
+    grid.arrive();
+    QkvEpilogue<1, 1> append = append_to(of);
+    SharedTiles<Qkv, QkvEpilogue<1, 1>> tiles{at, append};
+    tiles.look();
+    grid.wait();
+    Sums out[Qkv::kRounds] = {};
+    multiply_normalised<Qkv>(out, at, weights, given.x, pieces);
+    tiles.finish(out, of_rms);
+    if (layer + 1 == given.num_layers) return;
+    grid.arrive();
   }
-  grid.arrive();
-  if (NEXT) append.publish(), append.look_up(), append.settle(), ask_for_norm(pieces, norm);
-  grid.wait();
-  PlainRun<Down> down_run{at, inner};
-  down_run.ask(0);
-  weights.go_on();
-  add_product(at, weights, down_run, add);
-  grid.arrive();
-  if (!NEXT) return;
-  SharedTiles<Qkv, QkvEpilogue<1, 1>> tiles{at, append};
-  tiles.look();
-  grid.wait();
-  Sums out[Qkv::kRounds] = {};
-  multiply_normalised<Qkv>(out, at, weights, x, pieces);
-  tiles.finish(out, of_rms);
 }

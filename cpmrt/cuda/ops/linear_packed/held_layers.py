@@ -1,0 +1,301 @@
+"""The ops of a step of one row, held back until all layers can be launched together, or the products of one.
+
+A step's forward asks for the ops one by one. Each waits for the next, until something else comes, which has those that
+wait launched first. The bits are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.attention import Operands
+from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
+from cpmrt.cuda.ops.linear import StepProduct
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
+from cpmrt.cuda.ops.linear_packed.row_layers import (
+    MOST_LAYERS,
+    ROW_LAYERS,
+    THREADS,
+    RowLayersConstants,
+    is_taken,
+    planned_layer,
+    takes_attention,
+)
+from cpmrt.dtypes import Array
+from cpmrt.ops import Fp8Pages
+
+_PRODUCTS = ("residual", "gate_up", "residual", "qkv")
+"""The products of a layer: attention into the residual stream, gate and up, down, and the next layer's first one."""
+_LAYER = ("attention", *_PRODUCTS)
+_NEEDED = 3
+_ADDRESS = np.uint64
+SHARED = np.dtype(
+    [(name, _ADDRESS) for name in ("x", "attention", "inner", "q", "counter", "partials", "arrivals")]
+    + [(name, _ADDRESS) for name in ("rope", "positions", "slots", "block_tables")]
+    + [(name, np.float32) for name in ("residual_scale", "eps", "score_scale")]
+    + [(name, np.int32) for name in ("num_layers", "num_products", "num_splits")]
+    + [(name, np.int32) for name in ("num_heads", "num_kv_heads", "pages_per_sequence", "max_context")]
+)
+"""`Shared` of the kernel: what all layers share."""
+OPERANDS = np.dtype(
+    [(name, _ADDRESS) for name in ("o", "gate_up", "down", "qkv", "mlp_norm", "norm", "bias", "k_pages", "v_pages")]
+)
+"""`LayerOperands` of the kernel."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeldAttention:
+    """The op `decode_attention` of one short row that sees all its keys, and how it is launched alone."""
+
+    kind: ClassVar[str] = "attention"
+    given: Operands
+    launch_one: Callable[[], object]
+
+    @property
+    def is_taken(self) -> bool:
+        rows, is_fp8 = self.given.rows, isinstance(self.given.kv.k, Fp8Pages)
+        is_plain = rows.tree_masks is None and rows.reach is None and self.given.selection is None
+        return rows.is_short and is_plain and not is_fp8
+
+    @property
+    def row(self) -> tuple[Hashable, ...]:
+        """Where its queries and what is known of the row lie."""
+        rows = self.given.rows
+        return tuple(map(_place, (self.given.q, rows.positions, rows.slots, rows.block_tables)))
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """What is the same in all layers."""
+        return self.row, _place(self.given.out), self.given.scale, self.given.kv.k.shape[1]
+
+    @property
+    def pages(self) -> tuple[Hashable, ...]:
+        return _place(self.given.kv.k), _place(self.given.kv.v)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class HeldProduct:
+    """A product of one row, and how it is launched alone."""
+
+    product: StepProduct
+    weight: PackedWeight
+    launch_one: Callable[[], object]
+
+    @property
+    def kind(self) -> str:
+        return self.product.kind
+
+    @property
+    def is_taken(self) -> bool:
+        product, layout = self.product, self.weight.layout
+        is_plain = self.weight.perm is None and product.row_pitch(layout.in_features) is None
+        if not is_plain or not is_taken(layout):
+            return False
+        if product.kind == "residual":
+            return product.rest[0] is None
+        return product.norm is not None and (product.kind != "qkv" or product.rest[3] is None)
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """What is the same in all layers: all but weight, norm, bias and pages."""
+        product = self.product
+        rest = tuple(map(_place, product.rest[1:] if product.kind != "gate_up" else product.rest))
+        return self.x, self.out, product.eps, product.fatrelu, self.weight.layout, rest
+
+    @property
+    def x(self) -> Hashable:
+        return _place(self.product.x)
+
+    @property
+    def out(self) -> Hashable:
+        return _place(self.product.outputs[0])
+
+    @property
+    def row(self) -> tuple[Hashable, ...]:
+        """Of a product `qkv`: where its queries and what is known of the row lie."""
+        _, _, positions, _, slots, tables = self.product.rest[:6]
+        return self.out, *map(_place, (positions, slots, tables))
+
+    @property
+    def pages(self) -> tuple[Hashable, ...]:
+        """Of a product `qkv`: where keys and values go."""
+        return tuple(map(_place, self.product.outputs[1:]))
+
+
+def _place(value: KernelArgument) -> Hashable:
+    """Return what two arguments have in common if the kernel takes one for the other; of stand-ins only their shape."""
+    if value is None or isinstance(value, np.generic):
+        return None if value is None else value.tobytes()
+    return _address(value), tuple(value.shape)
+
+
+def _address(value: KernelArgument) -> int:
+    """Return where an array is; 0 if there is none, or a stand-in for one."""
+    return int(getattr(getattr(value, "data", None), "ptr", 0))
+
+
+class HeldLayers:
+    """Holds the ops of a step of one row back until they can be launched together.
+
+    `counter` is uint64, zero at first; only these launches write to it. With `attention`, the plan of the layers'
+    attention, and its workspace whole layers are launched together, else the products of one.
+    """
+
+    def __init__(
+        self, launcher: Launcher, device: Device, counter: DeviceArray, attention: DecodePlan | None = None,
+        scratch: AttentionScratch | None = None,
+    ):  # fmt: skip
+        self._launch, self._device, self._counter = launcher, device, counter
+        self._attention = attention if attention is not None and takes_attention(attention) else None
+        self._scratch = scratch or AttentionScratch()
+        self._held: list[HeldAttention | HeldProduct] = []
+        self._prefers_shared = False
+
+    def takes_attention(self, given: Operands, launch_one: Callable[[], object]) -> bool:
+        """Take the attention of one row, if layers are launched together, as `takes` does a product."""
+        return self._attention is not None and len(given.q) == 1 and self._take(HeldAttention(given, launch_one))
+
+    def takes(
+        self, product: StepProduct, weight: PackedWeight, launch_one: Callable[[], object], *, prefers_shared: bool
+    ) -> bool:
+        """Take a product of one row, if it goes on with what is held; it is launched with that, or before anything
+        else is, by `launch_one` if alone. `prefers_shared` is the same for all products of a model."""
+        if len(product.x) != 1:
+            return False
+        self._prefers_shared = prefers_shared
+        return self._take(HeldProduct(product, weight, launch_one))
+
+    def _take(self, op: HeldAttention | HeldProduct) -> bool:
+        if not self._goes_on(op):
+            self._launch.release()
+            if not self._goes_on(op):
+                return False
+        self._held.append(op)
+        self._launch.hold(self._release)
+        if len(self._held) == len(_PRODUCTS) and not self._attends or len(self._held) == len(_LAYER) * MOST_LAYERS:
+            self._launch.release()
+        return True
+
+    @property
+    def _attends(self) -> bool:
+        return isinstance(self._held[0], HeldAttention)
+
+    @property
+    def _order(self) -> tuple[str, ...]:
+        return _LAYER if self._attends else _PRODUCTS
+
+    def _goes_on(self, op: HeldAttention | HeldProduct) -> bool:
+        if not op.is_taken:
+            return False
+        if not self._held:
+            return op.kind in _LAYER[:2]
+        place, order = len(self._held) % len(self._order), self._order
+        if op.kind != order[place]:
+            return False
+        if len(self._held) < len(order):
+            return isinstance(op, HeldProduct) and self._is_linked(op)
+        before = self._held[-1]
+        follows = not isinstance(op, HeldAttention) or isinstance(before, HeldProduct) and op.pages == before.pages
+        return follows and op.key == self._held[place].key
+
+    def _is_linked(self, op: HeldProduct) -> bool:
+        """Whether the product goes on with the first layer."""
+        attention, products = self._first_layer()
+        if not products:
+            return attention is not None and op.x == _place(attention.given.out)
+        o, before = products[0], products[-1]
+        if op.x != before.out:
+            return False
+        if len(products) < _NEEDED - 1:
+            return True
+        if op.kind == "residual":
+            if op.out != o.out or op.product.rest[-1] != o.product.rest[-1]:
+                return False
+        elif op.product.eps != products[1].product.eps or (attention is not None and op.row != attention.row):
+            return False
+        return self._planned([*products, op]) is not None
+
+    def _first_layer(self) -> tuple[HeldAttention | None, list[HeldProduct]]:
+        """Return the ops of the first layer, as far as there are any."""
+        ops = self._held[: len(self._order)]
+        attention = ops[0] if isinstance(ops[0], HeldAttention) else None
+        return attention, [op for op in ops if isinstance(op, HeldProduct)]
+
+    def _planned(self, products: Sequence[HeldProduct]) -> RowLayersConstants | None:
+        layouts = tuple(op.weight.layout for op in products)
+        return planned_layer(layouts, self._device, self._attention if self._attends else None)
+
+    def _release(self) -> None:
+        size = len(self._order)
+        num_layers, rest = divmod(len(self._held), size)
+        if rest == size - 1:  # the last layer has none behind it
+            num_layers, rest = num_layers + 1, 0
+        held = self._held[: len(self._held) - rest]
+        others = self._held[len(held) :]
+        if held:
+            self._launch_layers(num_layers, held)
+        self._held = []
+        for op in others:
+            op.launch_one()
+
+    def _launch_layers(self, num_layers: int, held: Sequence[HeldAttention | HeldProduct]) -> None:
+        attention, first = self._first_layer()
+        constants = self._planned(first)
+        assert constants is not None
+        products = [op for op in held if isinstance(op, HeldProduct)]
+        pages = (attention.given.kv.k, attention.given.kv.v) if attention else (None, None)
+        shared, operands = self._shared(attention, first), _operands(products, MOST_LAYERS if attention else 1)
+        shared["num_layers"], shared["num_products"] = num_layers, len(products)
+        self._held = []
+        self._launch(
+            ROW_LAYERS, first[1].product.built(constants), constants.grid, THREADS,
+            np.void(shared.tobytes()), *pages, np.void(operands.tobytes()),
+            smem=constants.smem_bytes, prefers_shared=self._prefers_shared,
+        )  # fmt: skip
+
+    def _shared(self, attention: HeldAttention | None, first: Sequence[HeldProduct]) -> Array:
+        """Return `Shared` of the kernel, without the counts of layers and products."""
+        o, gate_up = (op.product for op in first[:2])
+        arrays: dict[str, KernelArgument] = {"x": o.outputs[0], "attention": o.x, "inner": gate_up.outputs[0]}
+        arrays["counter"] = self._counter
+        counts = {"residual_scale": o.rest[-1], "eps": gate_up.eps}
+        if len(first) > _NEEDED:
+            qkv = first[_NEEDED].product
+            arrays["q"] = qkv.outputs[0]
+            arrays |= zip(("rope", "positions", "locations", "slots", "block_tables"), qkv.rest[1:6], strict=True)
+            sizes = "num_heads", "num_kv_heads", "pages_per_sequence", "max_context"
+            counts |= zip(sizes, qkv.rest[7:11], strict=True)
+        if attention is not None and self._attention is not None:
+            given, rows = attention.given, attention.given.rows
+            arrays |= {"q": given.q, "positions": rows.positions, "slots": rows.slots}
+            arrays |= {"block_tables": rows.block_tables, "partials": self._scratch.partials}
+            arrays |= {"arrivals": self._scratch.arrivals}
+            counts["num_splits"] = self._attention.num_splits
+            counts |= zip(("num_kv_heads", "pages_per_sequence", "score_scale"), given.sizes, strict=True)
+        shared = np.zeros((), SHARED)
+        for name in SHARED.names or ():
+            shared[name] = _address(arrays[name]) if name in arrays else counts.get(name, 0)
+        return shared
+
+
+def _operands(products: Sequence[HeldProduct], most_layers: int) -> Array:
+    """Return `Layers` of the kernel."""
+    operands = np.zeros(most_layers, OPERANDS)
+    for layer, first in enumerate(range(0, len(products), len(_PRODUCTS))):
+        o, gate_up, down, *qkv = products[first : first + len(_PRODUCTS)]
+        own: dict[str, KernelArgument] = {"o": o.weight.data, "gate_up": gate_up.weight.data, "down": down.weight.data}
+        own["mlp_norm"] = gate_up.product.norm
+        if qkv:
+            after = qkv[0].product
+            own |= {"qkv": qkv[0].weight.data, "norm": after.norm, "bias": after.rest[0]}
+            own |= zip(("k_pages", "v_pages"), after.outputs[1:], strict=True)
+        for name, array in own.items():
+            operands[layer][name] = _address(array)
+    return operands
