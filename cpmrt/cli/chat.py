@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         _check_nothing_local(args)
         remote = RemoteModel(args.url, args.api_key or env.api_key(), params, args.thinking, args.allow_special_tokens)
         return _talk(ChatSession(remote, conversation, StopAtOnce(), **looks))
+    if args.api_key is not None:
+        raise UsageError("--api-key needs --url; see cpmrt chat --help")
     interrupt = StopOnInterrupt()
     with LLM(**llm_arguments(args), on_step=interrupt) as llm:
         local = LocalModel(

@@ -93,6 +93,7 @@ HELPS = [
     (("generate", "hi", "--max-context", "1M"), 1, "at most 4096"),
     (("generate", "--prompt-file", "absent.txt"), 1, "prompt file absent.txt cannot be read"),
     (("chat", "--url", "http://127.0.0.1:9"), 1, "cannot be reached"),
+    (("chat", "--api-key", "secret"), 2, "--api-key needs --url"),
     (("plan", "--shape", "minicpm4-8b", "--gpu-memory", "8GiB"), 1, "--weight-bits 4 fits"),
     (("rm", "openbmb/MiniCPM4-0.5B"), 1, "cpmrt list shows what is there"),
     (("quantize",), 2, "see cpmrt quantize --help"),
