@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from linear_cases import layout_of
+from linear_cases import layout_of, older
 from packed_oracle import unit_offsets
 
 from cpmrt.cuda.build.launcher import Launcher
@@ -91,3 +91,14 @@ class Noted(Launcher):
     def __call__(self, spec: Any, *args: Any, **options: Any) -> None:
         self.release()
         self.names.append(spec.name)
+
+
+class Something:
+    """Any other kernel."""
+
+    name = "other"
+
+
+def on_older(cuda: Any, shared_bytes: int = SMALL_MEMORY) -> Device:
+    """The device on the path of older ones, with so much shared memory at most."""
+    return replace(older(cuda.device), shared_bytes_per_block=min(shared_bytes, cuda.device.shared_bytes_per_block))

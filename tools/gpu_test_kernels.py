@@ -35,6 +35,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from cpmrt.cores import usable_cores  # noqa: E402
 from cpmrt.cuda.build import modules, nvrtc  # noqa: E402
 from cpmrt.cuda.build.spec import macros_of  # noqa: E402
 from cpmrt.dtypes import DType  # noqa: E402
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, help="the cache to fill; without it the modules are only counted")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--compiler", metavar="VERSION", help="NVRTC of the machine that runs the tests, if another")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--workers", type=int, default=usable_cores(), metavar="N")
     parser.add_argument("files", nargs="*")
     args = parser.parse_args(arguments)
     found = record(test_files(args.files), args.arch, args.workers)

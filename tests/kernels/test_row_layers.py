@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layer_cases import SCALE, SHAPES, SMALL_MEMORY, Noted, Shape, random_weight
+from layer_cases import SCALE, SHAPES, Noted, Shape, Something, on_older, random_weight
 from linear_cases import EPS, H200, bits, normals, older
 
 from cpmrt.config.layers import GroupedAttention
@@ -87,8 +87,8 @@ class Stack:
         launcher = cuda.launcher(dtype, pdl=pdl)
         partials, arrivals = self.tables
         partials.fill(np.nan)
-        arrays = {"packed_counter": self.counter, "attention_partials": partials, "attention_arrivals": arrivals}
-        products = PackedProducts(launcher, None, arrays if together else {}, self.device, self.plan)
+        arrays, scratch = {"packed_counter": self.counter}, AttentionScratch(partials, arrivals)
+        products = PackedProducts(launcher, None, arrays if together else {}, self.device)
         x, q = cuda.array(self.x, dtype), cuda.array(self.q, dtype)
         out, inner = (cuda.array(np.full((1, size), np.nan, np.float32), dtype) for size in (q.shape[1], shape.inner))
         pages = [self.filled(layer, position) for layer in range(LAYERS + 1)]
@@ -101,8 +101,8 @@ class Stack:
         for layer, (weights, norms) in enumerate(zip(self.layers, self.norms, strict=True)):
             given = Operands(out, q, KVPages(*pages[layer], None), rows, shape.head_dim**-0.5)
             launch = step_launch(self.plan, 1, is_tree=False)
-            attend = partial(attend_rows, launcher, launch, AttentionScratch(partials, arrivals), given)
-            if products.layers is None or not products.layers.takes_attention(given, attend):
+            attend = partial(attend_rows, launcher, launch, scratch, given)
+            if products.layers is None or not products.layers.takes_attention(given, self.plan, scratch, attend):
                 attend()
             up = StepProduct("gate_up", (inner,), x, norms["gate_up"], EPS, sizes, fatrelu=shape.fatrelu)
             steps = [
@@ -126,14 +126,10 @@ class Stack:
                 assert np.array_equal(found, expected)
 
 
-def small(cuda: Any) -> Device:
-    return replace(older(cuda.device), shared_bytes_per_block=min(SMALL_MEMORY, cuda.device.shared_bytes_per_block))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "8B"])
 def test_together_the_layers_give_the_bits_of_each_op_alone(cuda: Any, name: str) -> None:
-    stack = Stack(cuda, SHAPES[name], DType.BFLOAT16, small(cuda))
+    stack = Stack(cuda, SHAPES[name], DType.BFLOAT16, on_older(cuda))
     for position in POSITIONS:
         stack.check(position)
 
@@ -143,12 +139,12 @@ def test_together_the_layers_give_the_bits_of_each_op_alone(cuda: Any, name: str
     "options", [{"slot": -1}, {"ends": "qkv"}, {"slot": -1, "ends": "qkv"}], ids=["padding", "qkv", "both"]
 )
 def test_padding_and_a_product_behind_the_last_layer(cuda: Any, options: dict[str, Any]) -> None:
-    Stack(cuda, SHAPES["0.5B"], DType.FLOAT16, small(cuda)).check(300, **options)
+    Stack(cuda, SHAPES["0.5B"], DType.FLOAT16, on_older(cuda)).check(300, **options)
 
 
 @pytest.mark.gpu
 def test_layers_of_8b(cuda: Any) -> None:
-    stack = Stack(cuda, SHAPES["8B"], DType.BFLOAT16, small(cuda))
+    stack = Stack(cuda, SHAPES["8B"], DType.BFLOAT16, on_older(cuda))
     for position in (5, 1087, 2500):
         stack.check(position)
 
@@ -158,25 +154,19 @@ def test_layers_of_8b(cuda: Any) -> None:
 def test_fewer_blocks_that_have_several_runs(cuda: Any, name: str, num_sms: int) -> None:
     if cuda.device.num_sms < num_sms:
         pytest.skip("this device is too small")
-    stack = Stack(cuda, SHAPES[name], DType.BFLOAT16, replace(small(cuda), num_sms=num_sms))
+    stack = Stack(cuda, SHAPES[name], DType.BFLOAT16, replace(on_older(cuda), num_sms=num_sms))
     for position in POSITIONS:
         stack.check(position)
 
 
 @pytest.mark.gpu
 def test_hundreds_of_launches_one_behind_the_other(cuda: Any) -> None:
-    stack = Stack(cuda, SHAPES["0.5B"], DType.BFLOAT16, small(cuda))
+    stack = Stack(cuda, SHAPES["0.5B"], DType.BFLOAT16, on_older(cuda))
     expected = stack.run(1087, together=True)
     for _ in range(300):
         stack.run(1087, together=True)
     for before, after in zip(expected, stack.run(1087, together=True), strict=True):
         assert np.array_equal(before, after)
-
-
-class Something:
-    """Any other kernel."""
-
-    name = "other"
 
 
 class Ops:
@@ -187,10 +177,8 @@ class Ops:
     def __init__(self, device: Device, head_dim: int = 64):
         shape, self.launcher = SHAPES["demo"] if head_dim == 64 else SHAPES["heads of 96"], Noted()
         layouts, heads = shape.layouts(device), heads_of(shape)
-        plan = DecodePlan.of(heads, device, 4096)
-        names = "packed_counter", "attention_partials", "attention_arrivals"
-        arrays = {name: np.zeros(1, np.uint64) for name in names}
-        self.products = PackedProducts(self.launcher, None, arrays, device, plan)
+        self.plan, self.fp8_plan = (DecodePlan.of(heads, device, 4096, is_fp8=is_fp8) for is_fp8 in (False, True))
+        self.products = PackedProducts(self.launcher, None, {"packed_counter": np.zeros(1, np.uint64)}, device)
         widths = shape.hidden, shape.inner, heads.q_size, heads.q_size
         x, inner, out, q = (np.zeros((1, width), np.uint16) for width in widths)
         pages = [np.zeros((count, heads.num_kv_heads, PAGE_SIZE, head_dim), np.uint16) for count in (2, 2, 3)]
@@ -224,7 +212,8 @@ class Ops:
                 self.launcher(Something, {}, 1, 1)
             elif letter in self.attention:
                 attend = partial(self.launcher, DECODE_ATTENTION, {}, 1, 1)
-                if not self.products.layers.takes_attention(self.attention[letter], attend):
+                plan = self.fp8_plan if letter == "F" else self.plan
+                if not self.products.layers.takes_attention(self.attention[letter], plan, AttentionScratch(), attend):
                     attend()
             else:
                 product, layout = self.known[letter]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from layer_cases import SCALE, SHAPES, SMALL_MEMORY, Noted, Shape, random_weight
+from layer_cases import SCALE, SHAPES, SMALL_MEMORY, Noted, Shape, Something, on_older, random_weight
 from linear_cases import EPS, H200, ORIN, RTX_4090, bits, normals, older
 
 from cpmrt.cuda.build.launcher import Launcher
@@ -88,10 +88,6 @@ class Layer:
             for pdl in (False, True, False):
                 for expected, found in zip(alone, self.run(together=True, pdl=pdl, **options), strict=True):
                     assert np.array_equal(found, expected)
-
-
-def on_older(cuda: Any, shared_bytes: int = SMALL_MEMORY) -> Device:
-    return replace(older(cuda.device), shared_bytes_per_block=min(shared_bytes, cuda.device.shared_bytes_per_block))
 
 
 @pytest.mark.gpu
@@ -200,12 +196,6 @@ class Layers:
         self.launcher.release()
         names, self.launcher.names = self.launcher.names, []
         return [name.removeprefix("linear_packed_") for name in names]
-
-
-class Something:
-    """Any other kernel."""
-
-    name = "other"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,14 @@ def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
     assert lengths.are_within((3,), 14) and not lengths.are_within((3,), 13)
 
 
+def compiled_for(folder: Path, shape: str, arch: str, **changes: Any) -> list[tuple[str, Any]]:
+    """The modules of a start with a model of this shape."""
+    (folder / "config.json").write_text(json.dumps(shape_config(shape) | changes))
+    device, model = known_device(arch), ModelFolder.open(str(folder), weights=False)
+    blueprint = described(model, EngineConfig(load_format="dummy", max_context=4096), CudaTarget(device), None, "auto")
+    return list(modules_of(blueprint, device))
+
+
 @pytest.mark.parametrize(("shape", "changes", "arch", "kernel"), [
     ("minicpm4-0.5b", {"quantization_config": gptq_config()}, "sm_90", "qkv_attention"),
     ("minicpm4-0.5b", {}, "sm_90", "linear_qkv_attention"),
@@ -46,29 +54,19 @@ def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
 def test_a_start_compiles_the_kernel_of_short_rows(
     tmp_path: Path, shape: str, changes: dict[str, Any], arch: str, kernel: str | None
 ) -> None:
-    config = shape_config(shape) | {"num_hidden_layers": 1} | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    device = known_device(arch)
-    model = ModelFolder.open(str(tmp_path), weights=False)
-    blueprint = described(model, EngineConfig(load_format="dummy", max_context=4096), CudaTarget(device), None, "auto")
-    found = [file for file, _ in modules_of(blueprint, device) if file.endswith("qkv_attention.cu")]
+    modules = compiled_for(tmp_path, shape, arch, num_hidden_layers=1, **changes)
+    found = [file for file, _ in modules if file.endswith("qkv_attention.cu")]
     assert found == ([f"attention/{kernel}.cu"] if kernel else [])
 
 
-@pytest.mark.parametrize(("shape", "changes", "arch", "attends"), [
-    ("minicpm4-8b", {}, "sm_89", [True, False]),
-    ("minicpm4-0.5b", {}, "sm_86", [True, False]),
-    ("minicpm4-0.5b", {}, "sm_90", []),
-    ("minicpm4-8b", {}, "sm_87", []),
+@pytest.mark.parametrize(("shape", "arch", "attends"), [
+    ("minicpm4-8b", "sm_89", [True, False]),
+    ("minicpm4-0.5b", "sm_86", [True, False]),
+    ("minicpm4-0.5b", "sm_90", []),
+    ("minicpm4-8b", "sm_87", []),
 ])  # fmt: skip
-def test_a_start_compiles_the_kernel_of_all_layers(
-    tmp_path: Path, shape: str, changes: dict[str, Any], arch: str, attends: list[bool]
-) -> None:
+def test_a_start_compiles_the_kernel_of_all_layers(tmp_path: Path, shape: str, arch: str, attends: list[bool]) -> None:
     """Where there is one: below sm_90, with multiprocessors enough. Long rows have that of a layer's products."""
-    config = shape_config(shape) | {"num_hidden_layers": 2, "quantization_config": gptq_config()} | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    device = known_device(arch)
-    model = ModelFolder.open(str(tmp_path), weights=False)
-    blueprint = described(model, EngineConfig(load_format="dummy", max_context=4096), CudaTarget(device), None, "auto")
-    found = [constants for file, constants in modules_of(blueprint, device) if file.endswith("row_layers.cu")]
+    modules = compiled_for(tmp_path, shape, arch, num_hidden_layers=2, quantization_config=gptq_config())
+    found = [constants for file, constants in modules if file.endswith("row_layers.cu")]
     assert {bool(constants["ATTENDS"]) for constants in found} == set(attends)

@@ -83,7 +83,7 @@ class Products:
         self._normed: DeviceArray = arrays["normed"]
         self._qkv: DeviceArray | None = arrays.get("qkv")
         self._gate_up: DeviceArray | None = arrays.get("gate_up")
-        self._packed = PackedProducts(launcher, gemm, arrays, device, attention, prefers_shared=prefers_shared)
+        self._packed = PackedProducts(launcher, gemm, arrays, device, prefers_shared=prefers_shared)
         self.layers = self._packed.layers
 
     def qkv(

@@ -119,7 +119,8 @@ class AttentionOps:
         one = step_launch(self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected)
         given = Operands(out, q, kv, rows, scale, selection)
         launch_one = partial(attend_rows, self._launch, one, self._scratch, given, prefers_shared=after.prefers_shared)
-        if self._layers is None or window or not self._layers.takes_attention(given, launch_one):
+        held = (given, self._plan.decode, self._scratch, launch_one)
+        if self._layers is None or window or not self._layers.takes_attention(*held):
             launch_one()
 
     def prefill_attention(

@@ -29,7 +29,6 @@ from cpmrt.cuda.ops.linear_packed.row_layers import (
     takes_attention,
 )
 from cpmrt.dtypes import Array
-from cpmrt.ops import Fp8Pages
 
 _PRODUCTS = ("residual", "gate_up", "residual", "qkv")
 """The products of a layer: attention into the residual stream, gate and up, down, and the next layer's first one."""
@@ -56,17 +55,19 @@ class HeldAttention:
 
     kind: ClassVar[str] = "attention"
     given: Operands
+    plan: DecodePlan
+    scratch: AttentionScratch
     launch_one: Callable[[], object]
 
     @property
     def is_taken(self) -> bool:
-        rows, is_fp8 = self.given.rows, isinstance(self.given.kv.k, Fp8Pages)
+        rows = self.given.rows
         is_plain = rows.tree_masks is None and rows.reach is None and self.given.selection is None
-        return rows.is_short and is_plain and not is_fp8
+        return rows.is_short and is_plain and takes_attention(self.plan)
 
     @property
     def row(self) -> tuple[Hashable, ...]:
-        """Where its queries and what is known of the row lie."""
+        """Return where its queries, and what is known of the row, lie."""
         rows = self.given.rows
         return tuple(map(_place, (self.given.q, rows.positions, rows.slots, rows.block_tables)))
 
@@ -119,14 +120,29 @@ class HeldProduct:
 
     @property
     def row(self) -> tuple[Hashable, ...]:
-        """Of a product `qkv`: where its queries and what is known of the row lie."""
+        """Return where the queries of a product `qkv`, and what is known of the row, lie."""
         _, _, positions, _, slots, tables = self.product.rest[:6]
         return self.out, *map(_place, (positions, slots, tables))
 
     @property
     def pages(self) -> tuple[Hashable, ...]:
-        """Of a product `qkv`: where keys and values go."""
+        """Return where the keys and values of a product `qkv` go."""
         return tuple(map(_place, self.product.outputs[1:]))
+
+
+Held = HeldAttention | HeldProduct
+
+
+def _order(held: Sequence[Held]) -> tuple[str, ...]:
+    """Return the kinds of ops that repeat: those of a whole layer if what is held begins with attention."""
+    return _LAYER if isinstance(held[0], HeldAttention) else _PRODUCTS
+
+
+def _first_layer(held: Sequence[Held]) -> tuple[HeldAttention | None, list[HeldProduct]]:
+    """Return the ops of the first layer, as far as there are any."""
+    ops = held[: len(_order(held))]
+    attention = ops[0] if isinstance(ops[0], HeldAttention) else None
+    return attention, [op for op in ops if isinstance(op, HeldProduct)]
 
 
 def _place(value: KernelArgument) -> Hashable:
@@ -144,23 +160,20 @@ def _address(value: KernelArgument) -> int:
 class HeldLayers:
     """Holds the ops of a step of one row back until they can be launched together.
 
-    `counter` is uint64, zero at first; only these launches write to it. With `attention`, the plan of the layers'
-    attention, and its workspace whole layers are launched together, else the products of one.
+    Whole layers are where attention is offered that the kernel takes, else the products of one. `counter` is uint64,
+    zero at first; only these launches write to it.
     """
 
-    def __init__(
-        self, launcher: Launcher, device: Device, counter: DeviceArray, attention: DecodePlan | None = None,
-        scratch: AttentionScratch | None = None,
-    ):  # fmt: skip
+    def __init__(self, launcher: Launcher, device: Device, counter: DeviceArray):
         self._launch, self._device, self._counter = launcher, device, counter
-        self._attention = attention if attention is not None and takes_attention(attention) else None
-        self._scratch = scratch or AttentionScratch()
-        self._held: list[HeldAttention | HeldProduct] = []
+        self._held: list[Held] = []
         self._prefers_shared = False
 
-    def takes_attention(self, given: Operands, launch_one: Callable[[], object]) -> bool:
-        """Take the attention of one row, if layers are launched together, as `takes` does a product."""
-        return self._attention is not None and len(given.q) == 1 and self._take(HeldAttention(given, launch_one))
+    def takes_attention(
+        self, given: Operands, plan: DecodePlan, scratch: AttentionScratch, launch_one: Callable[[], object]
+    ) -> bool:
+        """Take the attention of one row that sees all its keys, as `takes` does a product."""
+        return len(given.q) == 1 and self._take(HeldAttention(given, plan, scratch, launch_one))
 
     def takes(
         self, product: StepProduct, weight: PackedWeight, launch_one: Callable[[], object], *, prefers_shared: bool
@@ -172,42 +185,36 @@ class HeldLayers:
         self._prefers_shared = prefers_shared
         return self._take(HeldProduct(product, weight, launch_one))
 
-    def _take(self, op: HeldAttention | HeldProduct) -> bool:
+    def _take(self, op: Held) -> bool:
         if not self._goes_on(op):
             self._launch.release()
             if not self._goes_on(op):
                 return False
         self._held.append(op)
         self._launch.hold(self._release)
-        if len(self._held) == len(_PRODUCTS) and not self._attends or len(self._held) == len(_LAYER) * MOST_LAYERS:
+        order = _order(self._held)
+        if len(self._held) == len(order) * (MOST_LAYERS if order is _LAYER else 1):
             self._launch.release()
         return True
 
-    @property
-    def _attends(self) -> bool:
-        return isinstance(self._held[0], HeldAttention)
-
-    @property
-    def _order(self) -> tuple[str, ...]:
-        return _LAYER if self._attends else _PRODUCTS
-
-    def _goes_on(self, op: HeldAttention | HeldProduct) -> bool:
+    def _goes_on(self, op: Held) -> bool:
+        held = self._held
         if not op.is_taken:
             return False
-        if not self._held:
+        if not held:
             return op.kind in _LAYER[:2]
-        place, order = len(self._held) % len(self._order), self._order
+        order = _order(held)
+        place, before = len(held) % len(order), held[-1]
         if op.kind != order[place]:
             return False
-        if len(self._held) < len(order):
+        if len(held) < len(order):
             return isinstance(op, HeldProduct) and self._is_linked(op)
-        before = self._held[-1]
         follows = not isinstance(op, HeldAttention) or isinstance(before, HeldProduct) and op.pages == before.pages
-        return follows and op.key == self._held[place].key
+        return follows and op.key == held[place].key
 
     def _is_linked(self, op: HeldProduct) -> bool:
         """Whether the product goes on with the first layer."""
-        attention, products = self._first_layer()
+        attention, products = _first_layer(self._held)
         if not products:
             return attention is not None and op.x == _place(attention.given.out)
         o, before = products[0], products[-1]
@@ -220,40 +227,32 @@ class HeldLayers:
                 return False
         elif op.product.eps != products[1].product.eps or (attention is not None and op.row != attention.row):
             return False
-        return self._planned([*products, op]) is not None
+        return self._planned(attention, [*products, op]) is not None
 
-    def _first_layer(self) -> tuple[HeldAttention | None, list[HeldProduct]]:
-        """Return the ops of the first layer, as far as there are any."""
-        ops = self._held[: len(self._order)]
-        attention = ops[0] if isinstance(ops[0], HeldAttention) else None
-        return attention, [op for op in ops if isinstance(op, HeldProduct)]
-
-    def _planned(self, products: Sequence[HeldProduct]) -> RowLayersConstants | None:
+    def _planned(self, attention: HeldAttention | None, products: Sequence[HeldProduct]) -> RowLayersConstants | None:
         layouts = tuple(op.weight.layout for op in products)
-        return planned_layer(layouts, self._device, self._attention if self._attends else None)
+        return planned_layer(layouts, self._device, attention.plan if attention else None)
 
     def _release(self) -> None:
-        size = len(self._order)
-        num_layers, rest = divmod(len(self._held), size)
+        held, self._held = self._held, []
+        size = len(_order(held))
+        num_layers, rest = divmod(len(held), size)
         if rest == size - 1:  # the last layer has none behind it
             num_layers, rest = num_layers + 1, 0
-        held = self._held[: len(self._held) - rest]
-        others = self._held[len(held) :]
-        if held:
-            self._launch_layers(num_layers, held)
-        self._held = []
-        for op in others:
+        whole = len(held) - rest
+        if whole:
+            self._launch_layers(num_layers, held[:whole])
+        for op in held[whole:]:
             op.launch_one()
 
-    def _launch_layers(self, num_layers: int, held: Sequence[HeldAttention | HeldProduct]) -> None:
-        attention, first = self._first_layer()
-        constants = self._planned(first)
+    def _launch_layers(self, num_layers: int, held: Sequence[Held]) -> None:
+        attention, first = _first_layer(held)
+        constants = self._planned(attention, first)
         assert constants is not None
         products = [op for op in held if isinstance(op, HeldProduct)]
         pages = (attention.given.kv.k, attention.given.kv.v) if attention else (None, None)
         shared, operands = self._shared(attention, first), _operands(products, MOST_LAYERS if attention else 1)
         shared["num_layers"], shared["num_products"] = num_layers, len(products)
-        self._held = []
         self._launch(
             ROW_LAYERS, first[1].product.built(constants), constants.grid, THREADS,
             np.void(shared.tobytes()), *pages, np.void(operands.tobytes()),
@@ -272,12 +271,11 @@ class HeldLayers:
             arrays |= zip(("rope", "positions", "locations", "slots", "block_tables"), qkv.rest[1:6], strict=True)
             sizes = "num_heads", "num_kv_heads", "pages_per_sequence", "max_context"
             counts |= zip(sizes, qkv.rest[7:11], strict=True)
-        if attention is not None and self._attention is not None:
-            given, rows = attention.given, attention.given.rows
+        if attention is not None:
+            given, rows, scratch = attention.given, attention.given.rows, attention.scratch
             arrays |= {"q": given.q, "positions": rows.positions, "slots": rows.slots}
-            arrays |= {"block_tables": rows.block_tables, "partials": self._scratch.partials}
-            arrays |= {"arrivals": self._scratch.arrivals}
-            counts["num_splits"] = self._attention.num_splits
+            arrays |= {"block_tables": rows.block_tables, "partials": scratch.partials, "arrivals": scratch.arrivals}
+            counts["num_splits"] = attention.plan.num_splits
             counts |= zip(("num_kv_heads", "pages_per_sequence", "score_scale"), given.sizes, strict=True)
         shared = np.zeros((), SHARED)
         for name in SHARED.names or ():

@@ -16,7 +16,6 @@ from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import StepProduct, float_bits
 from cpmrt.cuda.ops.linear_packed.constants import LINEAR_PACKED, PREPARE, PREPARE_THREADS, PrepareConstants
@@ -171,18 +170,16 @@ class PackedProducts:
 
     With `prefers_shared` all of them ask for as much shared memory as a multiprocessor has, as the kernels between them
     do: a multiprocessor changes the split only while it is idle, so a block that wants another one starts late.
-    `attention`: the plan of the layers' attention, if it may be launched together with their products.
     """
 
     def __init__(
         self, launcher: Launcher, gemm: Gemm, arrays: Mapping[str, DeviceArray], device: Device,
-        attention: DecodePlan | None = None, *, prefers_shared: bool = False,
+        *, prefers_shared: bool = False,
     ):  # fmt: skip
         self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
         self._scratch = PackedScratch.of(arrays)
-        counter, names = self._scratch.counter, ("attention_partials", "attention_arrivals")
-        attends = AttentionScratch(*map(arrays.get, names)) if attention is not None else None
-        self.layers = None if counter is None else HeldLayers(launcher, device, counter, attention, attends)
+        counter = self._scratch.counter
+        self.layers = None if counter is None else HeldLayers(launcher, device, counter)
 
     def step(
         self, product: StepProduct, weight: PackedWeight, after: Handoff, ahead: Weight | None = None
