@@ -237,7 +237,7 @@ class Ops:
         ("aogdqAogd", "row_layers row_layers"),
         ("aogdqRogd", "row_layers row_layers"),
         ("Fogdq", "attend row_layers"),
-        ("LogdqLogd", "attend row_layers attend row_layers"),
+        ("LogdqLogd", "row_layers"),
         ("aOgdq", "attend residual gate_up residual qkv"),
         ("aogdQaogd", "row_layers qkv row_layers"),
         ("aogdaogd", "row_layers row_layers"),

@@ -50,6 +50,31 @@ def test_every_shape_fits(shape: tuple[int, int, int], arch: int, rows: int) -> 
     assert (made.cluster == 1 and made.teams == 1) if arch == 80 else made.cluster > 0
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_the_blocks_of_one_row_have_a_multiprocessor_each(is_fp8: bool) -> None:
+    device = known_device("sm_90", 132)
+    plan = DecodePlan.of(EIGHT_B, device, 131_072, is_fp8=is_fp8)
+    one, two = plan.launch(1, plan.constants), plan.launch(2, plan.constants)
+    assert plan.num_splits == 56 and one.grid == (56, 2, 1)
+    assert 2 * one.shared_bytes > device.shared_bytes_per_block >= 2 * two.shared_bytes
+    for options in ({"is_tree": True}, {"is_tree": False, "is_selected": True}):
+        assert step_launch(plan, 1, **options).shared_bytes == two.shared_bytes
+
+
+def test_blocks_share_multiprocessors_where_clusters_do_not_find_whole_ones() -> None:
+    """The cut, and so the bits, are the same on such a board."""
+    device = replace(known_device("sm_90", 132), whole_clusters=13)
+    plan = DecodePlan.of(EIGHT_B, device, 131_072)
+    one = plan.launch(1, plan.constants)
+    assert (plan.num_splits, one.grid, one.shared_bytes) == (56, (56, 2, 1), plan.row_bytes)
+
+
+@pytest.mark.parametrize(("kv_heads", "splits"), [(1, 112), (2, 56), (3, 40), (4, 32), (5, 24), (8, 16), (36, 8)])
+def test_as_many_runs_as_keep_the_device_reading(kv_heads: int, splits: int) -> None:
+    shape = GroupedAttention(2 * kv_heads, kv_heads, 64)
+    assert DecodePlan.of(shape, known_device("sm_90", 132), 131_072).num_splits == splits
+
+
 def test_rows_of_trees_and_those_that_chose_keep_their_blocks() -> None:
     plan = DecodePlan.of(EIGHT_B, replace(known_device("sm_90", 132), capability=100), 131_072)
     for options in ({"is_tree": True}, {"is_tree": False, "is_selected": True}):

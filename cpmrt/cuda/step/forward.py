@@ -19,12 +19,10 @@ from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import accept_nodes, compress_path
 from cpmrt.cuda.ops.lightning import accept_chain
-from cpmrt.cuda.ops.linear_packed.row_layers import takes_whole_layers
 from cpmrt.cuda.ops.screened_head import COPY, MOST_ROWS, ScreenedHead, ScreenPlan
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import BoundLayer, Decoder
 from cpmrt.models.mixers.grouped import BoundAttention, kv_pages
-from cpmrt.models.mlps.gated import GatedWeights
 from cpmrt.ops import Rows
 
 
@@ -144,12 +142,10 @@ class StepForward:
 
 
 def _joins(layer: BoundLayer, decode: DecodePlan, device: Device) -> bool:
-    """Whether the attention of one short row is one launch with products of such a layer."""
-    mixer, bound, mlp = layer.config.mixer, layer.mixer, layer.mlp
+    """Whether the attention of one short row is one launch with its queries, keys and values."""
+    mixer, bound = layer.config.mixer, layer.mixer
     if not isinstance(mixer, GroupedAttention) or not isinstance(bound, BoundAttention):
         return False
     if mixer.sparse is not None or mixer.window > 0 or not mixer.rope:
         return False
-    if isinstance(mlp, GatedWeights) and takes_whole_layers((bound.output, mlp.gate_up, mlp.down), device, decode):
-        return True
     return joined_plan(decode, device, bound.pages, bound.qkv) is not None

@@ -51,7 +51,7 @@ OPERANDS = np.dtype(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldAttention:
-    """The op `decode_attention` of one short row that sees all its keys, and how it is launched alone."""
+    """The op `decode_attention` of one row that sees all its keys, and how it is launched alone."""
 
     kind: ClassVar[str] = "attention"
     given: Operands
@@ -63,7 +63,7 @@ class HeldAttention:
     def is_taken(self) -> bool:
         rows = self.given.rows
         is_plain = rows.tree_masks is None and rows.reach is None and self.given.selection is None
-        return rows.is_short and is_plain and takes_attention(self.plan)
+        return is_plain and takes_attention(self.plan)
 
     @property
     def row(self) -> tuple[Hashable, ...]:

@@ -11,7 +11,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE
 from cpmrt.cuda.ops.attention.decode import DecodePlan
-from cpmrt.cuda.ops.linear_packed.layout import RUNS, TILE_ROWS, PackedLayout, PackedWeight
+from cpmrt.cuda.ops.linear_packed.layout import RUNS, TILE_ROWS, PackedLayout
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, TensorSpec
 
@@ -123,14 +123,6 @@ def is_taken(layout: PackedLayout) -> bool:
 def takes_attention(attention: DecodePlan) -> bool:
     """Whether the kernel attends with such heads, over such pages."""
     return attention.constants.head_dim in _HEAD_DIMS and not attention.constants.fp8
-
-
-def takes_whole_layers(weights: Sequence[object], device: Device, attention: DecodePlan) -> bool:
-    """Whether layers with these weights of o, gate_up and down are launched together, with their attention."""
-    packed = [weight for weight in weights if isinstance(weight, PackedWeight) and weight.perm is None]
-    if len(packed) < len(weights) or not takes_attention(attention):
-        return False
-    return planned_layer(tuple(weight.layout for weight in packed), device, attention) is not None
 
 
 planned_layer = lru_cache(maxsize=64)(plan_layer)
