@@ -23,6 +23,9 @@ _PORTABLE_CAPABILITY, _PORTABLE_SHARED_BYTES = 86, 101376
 """The least that sm_80 to sm_89 have: what fits there runs on all of them."""
 
 
+_OVER_HALF_BYTES = 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One GPU. Sizes in bytes; `driver_version` is the newest CUDA version that the driver knows, such as (13, 0).
@@ -48,6 +51,11 @@ class Device:
     def is_portable(self) -> bool:
         """Whether kernels, compiled for `arch`, do without what came with sm_90 (see `env`)."""
         return self.arch != f"sm_{self.capability}"
+
+    @property
+    def lone_block_bytes(self) -> int:
+        """Return the least shared memory of a block beside which a multiprocessor holds no other one like it."""
+        return self.shared_bytes_per_block // 2 + _OVER_HALF_BYTES
 
     def free_bytes(self) -> int:
         """Return what can be allocated now. Where CPU and GPU share memory, the driver counts page cache as used."""

@@ -29,7 +29,6 @@ _STAGES_OF_MANY = 2  # of the rings of many rows, of which two on a multiprocess
 _NARROW_HEAD = 64  # up to this size a third block of attention fits on a multiprocessor
 _MOST_CLUSTERS = 32  # whose partial results one block merges for a row
 _LEAST_SHARE = 0.9  # of the multiprocessors, from which on one row has a block on each instead of more blocks
-_OVER_HALF_BYTES = 1024  # beyond half of the shared memory: two such blocks do not share a multiprocessor
 _SMALL_SHARED_MEMORY = (86, 89, 120, 121)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
 
@@ -86,6 +85,7 @@ class DecodePlan:
     heads: int
     units: int
     shared_bytes_per_block: int
+    lone_block_bytes: int
     whole_clusters: int
     has_tree_kernel: bool
     has_selected_kernel: bool
@@ -129,6 +129,7 @@ class DecodePlan:
             heads=ceil(group / tiles),
             units=shape.num_kv_heads * tiles,
             shared_bytes_per_block=device.shared_bytes_per_block,
+            lone_block_bytes=device.lone_block_bytes,
             whole_clusters=device.whole_clusters,
             has_tree_kernel=False,
             has_selected_kernel=False,
@@ -166,18 +167,18 @@ class DecodePlan:
             constants=constants,
             grid=(blocks * clusters, units, 1) if rows == 1 else (blocks, units * rows, clusters),
             threads=128 if constants.teams == 1 else (128, constants.teams),
-            shared_bytes=max(self._shared_bytes(constants), self._over_half(rows, clusters, constants)),
+            shared_bytes=max(self._shared_bytes(constants), self._apart(rows, clusters, constants)),
             sizes=(self.num_splits,),
         )
 
-    def _over_half(self, rows: int, clusters: int, constants: DecodeConstants) -> int:
+    def _apart(self, rows: int, clusters: int, constants: DecodeConstants) -> int:
         """Return how much shared memory keeps the blocks of one row apart, 0 where they may share a multiprocessor.
 
         The hardware puts two on one while others have none: 134 MB of keys took 37 to 41 us so, and 36 apart.
         """
         finds_room = self.cluster > 1 and clusters * self.units <= self.whole_clusters
         is_apart = rows == 1 and finds_room and not (constants.tree or constants.selected)
-        return self.shared_bytes_per_block // 2 + _OVER_HALF_BYTES if is_apart else 0
+        return self.lone_block_bytes if is_apart else 0
 
     @property
     def row_bytes(self) -> int:

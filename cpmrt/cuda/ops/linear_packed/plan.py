@@ -60,8 +60,6 @@ _NARROW_WIDTH = 2048
 _AHEAD_BITS, _AHEAD_CHUNKS = 4, {1: 1, 8: 2, 32: 1}
 # What `linear` is of the product that makes queries of latent attention.
 _LATENT_QUERIES = 4
-# For one row a grid of as many blocks as multiprocessors takes so much over half of the memory that no two share one.
-_OVER_HALF_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -159,9 +157,10 @@ def plan_packed(
         normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
         row_pitch=row_pitch,
     )  # fmt: skip
+    # No two of so many blocks share a multiprocessor.
     fills = rows == 1 and work.grid == device.num_sms
-    over_half = device.shared_bytes_per_block // 2 + _OVER_HALF_BYTES if fills else 0
-    shared_bytes, is_narrow = max(memory.nbytes, over_half), _width(layout) <= _NARROW_WIDTH
+    alone = device.lone_block_bytes if fills else 0
+    shared_bytes, is_narrow = max(memory.nbytes, alone), _width(layout) <= _NARROW_WIDTH
     return PackedPlan(layout, constants, work.grid, work.warps * 32, shared_bytes, is_narrow)
 
 
