@@ -17,7 +17,7 @@ from cpmrt.dtypes import DType, round_to
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.mixers.grouped import caches
-from cpmrt.ops import OPS, Fp8Pages, KVPages, Rows
+from cpmrt.ops import OPS, Fp8Pages, KVPages, RowLength, Rows
 from cpmrt.reference.fp8_pages import e4m3_codes
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.tensor_spec import BufferSpec
@@ -145,21 +145,24 @@ class AttentionDevice:
         else:
             self.kv = KVPages(*(uploaded(cuda, part) for part in pages))
 
-    def attention(self, out: Any, case: Case, *, pdl: bool = False, window: int = 0) -> Callable[[], None]:
+    def attention(
+        self, out: Any, case: Case, *, pdl: bool = False, window: int = 0, length: RowLength | None = None
+    ) -> Callable[[], None]:
         """The op on rows that are uploaded now, to be launched any number of times; `out` on the device."""
         places = (case.positions, case.slots, case.tree_masks, case.tree_base)
         positions, slots, *tree = (None if values is None else self.cuda.array(values) for values in places)
-        rows = Rows(None, positions, slots, self.block_tables, False, None, *tree)
+        rows = Rows(None, positions, slots, self.block_tables, False, None, *tree, length=length)
         ops = AttentionOps(self.cuda.launcher(case.dtype, pdl=pdl), self.plan, self.arrays)
         return partial(
             ops.decode_attention, out, self.cuda.array(case.q, case.dtype), self.kv, rows, case.scale, window
         )  # fmt: skip
 
-    def run(self, case: Case, *, pdl: bool = False, window: int = 0, launches: int = 1) -> np.ndarray[Any, Any]:
+    def run(self, case: Case, *, launches: int = 1, **options: Any) -> np.ndarray[Any, Any]:
+        """`options` of `attention`."""
         size = case.q.size
         out = self.cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype)
         inner = out[GUARD : GUARD + size].reshape(case.q.shape)
-        attend = self.attention(inner, case, pdl=pdl, window=window)
+        attend = self.attention(inner, case, **options)
         for _ in range(launches):
             attend()
         result = self.cuda.numpy(out, case.dtype)

@@ -207,8 +207,10 @@ class CudaExecutor:
         num_rows = _at_least(len(slots), self._row_counts)
         if self._forward.screens(num_rows) and self._screened.issuperset(slots):
             return "screened", num_rows
-        is_short = self._forward.shortens(num_rows) and self._lengths.are_within(slots, SHORT_KEYS)
-        return "short" if is_short else "decode", num_rows
+        length = self._forward.own_length(num_rows)
+        is_short = length == "short" and self._lengths.are_within(slots, SHORT_KEYS)
+        is_long = length == "long" and len(slots) == num_rows and self._lengths.are_beyond(slots, SHORT_KEYS)
+        return length if length and (is_short or is_long) else "decode", num_rows
 
     def _submit_masked(self, step: Decode) -> Pending:
         """Start a decode step some of whose slots have masks or bring certain tokens."""
@@ -363,7 +365,7 @@ class CudaExecutor:
         after_decode = None if self._speculation is None else self._speculation.after_decode
         launches = step_launches(steps, self._forward, self._buckets, self._row_counts, after_decode)
         for name, launch in launches.items():
-            if isinstance(name, tuple) and name[0] in ("decode", "screened", "short"):
+            if isinstance(name, tuple) and name[0] in ("decode", "screened", "short", "long"):
                 graphs.add_step(name, launch, partial(steps.loop_end, name[1], name[1]))
             else:
                 graphs.add(name, launch)

@@ -15,6 +15,7 @@ from cpmrt.ops.operands import (
     QkvWeights,
     QuantizedWeight,
     Routing,
+    RowLength,
     Rows,
     Selection,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "QkvWeights",
     "QuantizedWeight",
     "Routing",
+    "RowLength",
     "Rows",
     "Selection",
     "check_latent_shapes",

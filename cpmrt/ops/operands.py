@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import DType
@@ -22,6 +22,7 @@ FP8_SCALE_EXPONENTS = (-8, 7)
 
 SHORT_KEYS = 2048
 """Up to so many keys of a row its attention may be done otherwise than of more, for the same result."""
+RowLength = Literal["short", "long"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,8 @@ class Rows:
     """int32 [T]"""
     reach: Any = None
     """int32 [T], the last position that each row of a block looks at, which may lie behind its own; None: its own."""
-    is_short: bool = field(default=False, kw_only=True)
-    """Whether they are expected to see at most SHORT_KEYS keys each. No result depends on it."""
+    length: RowLength | None = field(default=None, kw_only=True)
+    """What is expected: each sees at most SHORT_KEYS keys ("short"), or each more ("long"). No result depends on it."""
 
     def of_attention(self) -> Rows:
         """Return the rows as attention takes them, which knows no other position than the last one that it reads."""

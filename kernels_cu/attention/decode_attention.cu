@@ -46,8 +46,9 @@
 //                by sending each other slices of the output, clusters through the workspace, where the last one to
 //                arrive merges; a short row stays in one cluster. The grid need not cover num_splits: clusters take
 //                several turns, and those that have nothing to do come last. A block takes one of eight runs; of many
-//                rows several, one after another, so that all rows are read at once instead of in waves. Why not
-//                otherwise: tools/log/attention.md
+//                rows several, one after another, so that all rows are read at once instead of in waves: then a
+//                cluster's turns are neighbours, and the runs of a team equally far apart. Why not otherwise:
+//                tools/log/attention.md
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(PORTABLE) || !defined(CLUSTER) || \
     !defined(TEAMS) || !defined(TREE) || !defined(WINDOW) || !defined(SELECTED) || !defined(FP8)
 #error "a constant is not defined"
@@ -134,7 +135,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
   unsigned char* const own = shared + team * kTeamBytes;
   float (&log_sums)[kWarps][16] = team_log_sums[team];
   const int rank = blockIdx.x % CLUSTER, warp = threadIdx.x >> 5;
-  const int first_cluster = blockIdx.z * (gridDim.x / CLUSTER) + blockIdx.x / CLUSTER;
+  const int number = blockIdx.z * (gridDim.x / CLUSTER) + blockIdx.x / CLUSTER;
   const int num_clusters = gridDim.z * (gridDim.x / CLUSTER);
   const int units = num_kv_heads * kTiles, num_rows = gridDim.y / units;
   const int row = blockIdx.y / units, kv_head = blockIdx.y % units / kTiles, tile = blockIdx.y % kTiles;
@@ -161,11 +162,18 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
   Keys keys = {position + 1 - skipped, TREE || is_early ? base - skipped : position + 1 - skipped};
   if (slot < 0 || keys.length <= 0) {
     pdl_wait();
-    if (rank == 0 && first_cluster == 0) store_zeros(out, heads);
+    if (rank == 0 && number == 0) store_zeros(out, heads);
     return;
   }
-  const Cut cut(keys, num_splits);
-  if (first_cluster >= cut.clusters()) return;
+  Cut cut(keys, num_splits);
+  const int used_clusters = cut.clusters();
+  constexpr bool kNeighbours = kRunsAtOnce < kCluster;
+  const int most_turns = divided(used_clusters + num_clusters - 1, num_clusters);
+  const int first_cluster = kNeighbours ? number * most_turns : number, step = kNeighbours ? 1 : num_clusters;
+  if (first_cluster >= used_clusters) return;
+  const int turns = kNeighbours ? min(most_turns, used_clusters - first_cluster)
+                                : divided(used_clusters - first_cluster + step - 1, step);
+  if (kNeighbours) cut.num_runs = min(cut.num_runs, (first_cluster + turns) * kCluster);  // those of this cluster
   __shared__ uint64_t received;
   const uint32_t barrier = shared_address(&received);
   if (IN_CLUSTERS) prepare_received(barrier);
@@ -179,10 +187,9 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
   path.k_nodes = k_nodes + first_node * HEAD_DIM, path.v_nodes = v_nodes + first_node * HEAD_DIM;
 #endif
   const int64_t unit = blockIdx.y;
-  Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
-  const int turns = divided(target.used_clusters - first_cluster + num_clusters - 1, num_clusters);
+  Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, used_clusters};
   const int first_member = rank + team * CLUSTER;
-  const int run_stride = kRunsAtOnce == kCluster ? num_clusters * kCluster : kRunsAtOnce;
+  const int run_stride = kNeighbours ? kRunsAtOnce : num_clusters * kCluster;
   const int first_run = first_cluster * kCluster + first_member;
   Stream stream = {k_pages + head_offset,
                    v_pages + head_offset,
@@ -211,7 +218,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
     pdl_wait();
   }
   const bool has_one_run = first_run + run_stride >= cut.num_runs;
-  for (int turn = 0; turn < turns; ++turn, target.cluster += num_clusters) {
+  for (int turn = 0; turn < turns; ++turn, target.cluster += step) {
     const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
 #if IN_CLUSTERS
     if (first_member >= members) cluster_wait();  // as below

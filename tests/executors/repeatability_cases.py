@@ -75,8 +75,10 @@ def equal_pages(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.ndarra
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def accompanied(open_llm: Open, prompts: Sequence[Sequence[int]], **settings: Any) -> list[Answer]:
+def accompanied(
+    open_llm: Open, prompts: Sequence[Sequence[int]], params: SamplingParams = SAMPLED, **settings: Any
+) -> list[Answer]:
     """Answers of prompts that run together."""
     with open_llm(max_sequences=len(prompts), **settings) as llm:
-        outs = [stream.finish() for stream in [llm.stream(prompt, SAMPLED) for prompt in prompts]]
+        outs = [stream.finish() for stream in [llm.stream(prompt, params) for prompt in prompts]]
     return [(out.token_ids, out.logprobs) for out in outs]

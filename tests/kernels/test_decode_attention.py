@@ -39,12 +39,14 @@ def test_any_number_of_splits(cuda: Any, sms: int) -> None:
 
 @pytest.mark.parametrize("portable", [False, True])
 def test_a_row_does_not_depend_on_the_others(cuda: Any, portable: bool) -> None:
-    case = make_case(DType.BFLOAT16, 16, 2, 128, [*LENGTHS, 3000])
+    case = make_case(DType.BFLOAT16, 16, 2, 128, [*LENGTHS, 3000, 7168])
     launcher = AttentionDevice(cuda, case, portable=portable)
     alone = np.concatenate([launcher.run(case.row(i)) for i in range(len(case.q))])
     for num_rows in (2, 5, 8, 12, 16, 31, 32, 64):
         rows = [(7 * i + num_rows) % len(case.q) for i in range(num_rows)]
-        assert np.array_equal(launcher.run(case.take(rows), pdl=num_rows % 2 == 0), alone[rows]), num_rows
+        for length in ("short", "long"):
+            found = launcher.run(case.take(rows), pdl=num_rows % 2 == 0, length=length)
+            assert np.array_equal(found, alone[rows]), (num_rows, length)
 
 
 def test_repeated_and_dependent_launches_give_the_same_bits(cuda: Any) -> None:

@@ -15,25 +15,25 @@ EIGHT_B = GroupedAttention(32, 2, 128)
 
 
 def constants_of(
-    rows: int, shape: GroupedAttention = EIGHT_B, arch: int = 90, *, is_fp8: bool = False
+    rows: int, shape: GroupedAttention = EIGHT_B, arch: int = 90, *, is_fp8: bool = False, is_long: bool = False
 ) -> DecodeConstants:
     """The constants of a step of plain rows; what it launches fits the device, and has all rows and runs."""
     device = known_device(f"sm_{arch}", 132)
     plan = DecodePlan.of(shape, device, 131_072, is_fp8=is_fp8)
-    one = step_launch(plan, rows, is_tree=False)
+    one = step_launch(plan, rows, is_tree=False, is_long=is_long)
     constants, (width, units, clusters) = one.constants, one.grid
     assert isinstance(constants, DecodeConstants)
     assert one.shared_bytes <= device.shared_bytes_per_block - 2048, "the kernel has some shared memory of its own"
     assert width % constants.cluster == 0 and units == rows * plan.units
-    if constants.cluster * constants.teams != plan.cluster:
-        assert width == constants.cluster and clusters == 1, "one cluster takes all runs of a row"
+    if constants.cluster != plan.cluster:
+        assert width == constants.cluster and clusters * width * units <= max(132, width * units), "all at once"
     return constants
 
 
 @pytest.mark.parametrize(
     ("rows", "cluster", "teams", "stages"),
     [
-        (1, 8, 1, 3), (2, 8, 1, 3), (14, 8, 1, 3), (16, 4, 1, 2), (24, 4, 1, 2), (32, 2, 2, 2), (33, 2, 2, 2),
+        (1, 8, 1, 3), (2, 8, 1, 3), (14, 8, 1, 3), (16, 2, 2, 2), (24, 4, 1, 2), (32, 2, 2, 2), (33, 2, 2, 2),
         (34, 1, 2, 2), (64, 1, 2, 2),
     ],
 )  # fmt: skip
@@ -42,11 +42,33 @@ def test_fewer_blocks_share_the_runs_of_more_rows(rows: int, cluster: int, teams
     assert (made.cluster, made.teams, made.stages) == (cluster, teams, stages)
 
 
+@pytest.mark.parametrize(("shape", "rows", "clusters"), [
+    (EIGHT_B, 8, 4), (GroupedAttention(16, 4, 128), 4, 4), (GroupedAttention(16, 1, 128), 16, 4),
+], ids=str)  # fmt: skip
+def test_long_rows_have_pairs_of_blocks_where_these_fill_the_device(
+    shape: GroupedAttention, rows: int, clusters: int
+) -> None:
+    plan = DecodePlan.of(shape, known_device("sm_90", 132), 131_072)
+    long = step_launch(plan, rows, is_tree=False, is_long=True)
+    assert long.grid == (2, rows * plan.units, clusters) and long.threads == (128, 2)
+    assert long.constants == replace(constants_of(rows, shape, is_long=True), cluster=2, teams=2, stages=2)
+    assert constants_of(rows, shape).cluster == 8
+    assert step_launch(plan, rows, is_tree=False, window=512, is_long=True).grid[0] == 8, "none is long"
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 6, 12, 24, 32, 64])
+def test_other_numbers_of_rows_do_not_depend_on_their_length(rows: int) -> None:
+    assert constants_of(rows, is_long=True) == constants_of(rows)
+    narrow = GroupedAttention(16, 2, 64)
+    assert constants_of(8, narrow, is_long=True) == constants_of(8, narrow)
+    assert constants_of(8, is_fp8=True, is_long=True) == constants_of(8, is_fp8=True)
+
+
 @pytest.mark.parametrize("shape", [(24, 8, 64), (36, 36, 64), (40, 1, 96), (16, 2, 128), (4, 4, 128)], ids=str)
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 def test_every_shape_fits(shape: tuple[int, int, int], arch: int, rows: int) -> None:
-    made = constants_of(rows, GroupedAttention(*shape), arch)
+    made = constants_of(rows, GroupedAttention(*shape), arch, is_long=rows % 16 == 0)
     assert (made.cluster == 1 and made.teams == 1) if arch == 80 else made.cluster > 0
 
 

@@ -20,12 +20,13 @@ from cpmrt.weights.model_folder import ModelFolder
 
 def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
     lengths = Lengths((TreeShape(2, 4, 12), TreeShape(5, 1, 6), TreeShape(1, 4, 2, lookup_length=11)))
-    assert lengths.are_within((0, 3), 0)
+    assert lengths.are_within((0, 3), 0) and not lengths.are_beyond((0,), 0)
     lengths.add(Prefill(3, (7,) * 64, 0, False))
     lengths.add(Prefill(3, (7,) * 10, 64, True))
     assert lengths.are_within((3,), 74) and not lengths.are_within((3,), 73)
     lengths.add(Decode((3, 1)))
     lengths.add(Decode((1, 3), certain=((), (5, 6))))
+    assert lengths.are_beyond((1, 3), 1) and not lengths.are_beyond((1, 3), 2) and lengths.are_beyond((3,), 77)
     assert lengths.are_within((3,), 78) and not lengths.are_within((3,), 77) and lengths.are_within((1,), 2)
     lengths.add(Speculate((3,), 1))
     lengths.add(Speculate((1,)))

@@ -23,7 +23,7 @@ from cpmrt.cuda.ops.screened_head import COPY, MOST_ROWS, ScreenedHead, ScreenPl
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import BoundLayer, Decoder
 from cpmrt.models.mixers.grouped import BoundAttention, kv_pages
-from cpmrt.ops import Rows
+from cpmrt.ops import RowLength, Rows
 
 
 class StepForward:
@@ -48,7 +48,10 @@ class StepForward:
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
         plan = attention_plan(config, device, caches, max_rows=len(arrays["x"]))
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
-        self._joins = isinstance(plan, AttentionPlan) and _joins(self._model.layers.layers[0], plan.decode, device)
+        self._attention = plan if isinstance(plan, AttentionPlan) else None
+        self._joins = self._attention is not None and _joins(
+            self._model.layers.layers[0], self._attention.decode, device
+        )
         self.screen: ScreenedHead | None = None
         if f"{COPY}.codes" in arrays:
             head = self._model.head
@@ -74,8 +77,8 @@ class StepForward:
             self.decode(count)
             if self.screens(count):
                 self.decode(count, is_screened=True)
-            if self.shortens(count):
-                self.decode(count, is_short=True)
+            if length := self.own_length(count):
+                self.decode(count, length=length)
         self.head_of_first_row()
 
     def chunk(self, num_rows: int) -> None:
@@ -86,16 +89,19 @@ class StepForward:
         """Whether the head of a decode step of so many rows can be screened."""
         return self.screen is not None and num_rows <= MOST_ROWS
 
-    def shortens(self, num_rows: int) -> bool:
-        """Whether a decode step of so many rows launches something else for short ones."""
-        return num_rows == 1 and self._joins
+    def own_length(self, num_rows: int) -> RowLength | None:
+        """Return for which rows, short or long, a decode step of so many launches something else; None: for none."""
+        if num_rows == 1:
+            return "short" if self._joins else None
+        has_long = self._attention is not None and self._attention.has_long_launch(num_rows)
+        return "long" if has_long else None
 
-    def decode(self, num_rows: int, *, is_screened: bool = False, is_short: bool = False) -> None:
+    def decode(self, num_rows: int, *, is_screened: bool = False, length: RowLength | None = None) -> None:
         """Rows of at most MAX_ROWS sequences through every layer and the head.
 
-        `is_screened`: logits of tokens that no row can choose are -infinity. `is_short`: as `Rows` has it.
+        `is_screened`: logits of tokens that no row can choose are -infinity. `length`: as `Rows` has it.
         """
-        x = self._layers(num_rows, is_short=is_short)
+        x = self._layers(num_rows, length=length)
         logits = self._arrays["logits"][:num_rows]
         if is_screened:
             assert self.screen is not None, "planned without a screen"
@@ -123,12 +129,13 @@ class StepForward:
             accept_chain(self._launch, states, chain, decay, a["draft_tree"])
 
     def _layers(
-        self, num_rows: int, *places: Any, first_state: int = 0, is_prefill: bool = False, is_short: bool = False
-    ) -> Any:
+        self, num_rows: int, *places: Any, first_state: int = 0, is_prefill: bool = False,
+        length: RowLength | None = None,
+    ) -> Any:  # fmt: skip
         """The rows at the front of the buffers; returns the last layer's outputs."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
-        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places, is_short=is_short)
+        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places, length=length)
         hidden = arrays["hidden"][first_state : first_state + num_rows] if "hidden" in arrays else None
         return self._model.forward(self.ops, arrays, rows, hidden)
 

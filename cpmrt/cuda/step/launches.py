@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
+from typing import Any
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.array import DeviceArray
@@ -35,7 +36,7 @@ def step_launches(
 ) -> dict[Hashable, Callable[[], None]]:
     """Return by name of its graph what admits a sequence, recalls cached tokens, prefills a chunk of each bucket, gives
     its first token, and decodes each number of rows, with the head screened ("screened") too where it can be, and of
-    short ones ("short") where that is something else. `after_decode(rows)` ends a decode step, unless it is None."""
+    "short" or "long" ones where that is something else. `after_decode(rows)` ends a decode step, unless it is None."""
 
     def first() -> None:
         steps.first_begin()
@@ -47,7 +48,7 @@ def step_launches(
         forward.chunk(bucket)
         steps.prefill_end()
 
-    def decode(num_rows: int, **kind: bool) -> None:
+    def decode(num_rows: int, **kind: Any) -> None:
         steps.step_begin(num_rows)
         forward.decode(num_rows, **kind)
         steps.sample(num_rows)
@@ -60,8 +61,8 @@ def step_launches(
     for rows in row_counts:
         if forward.screens(rows):
             decodes["screened", rows] = partial(decode, rows, is_screened=True)
-        if forward.shortens(rows):
-            decodes["short", rows] = partial(decode, rows, is_short=True)
+        if length := forward.own_length(rows):
+            decodes[length, rows] = partial(decode, rows, length=length)
     return plain | chunks | decodes
 
 

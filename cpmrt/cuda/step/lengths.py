@@ -26,6 +26,10 @@ class Lengths:
             for slot in step.slots:
                 tokens[slot] = tokens.get(slot, 0) + self._shapes[step.shape].max_emitted
 
+    def are_beyond(self, slots: Iterable[int], least: int) -> bool:
+        """Whether all of these may have more than so many tokens."""
+        return all(self._tokens.get(slot, 0) > least for slot in slots)
+
     def are_within(self, slots: Iterable[int], most: int) -> bool:
         """Whether all of these have at most so many tokens."""
         return all(self._tokens.get(slot, 0) <= most for slot in slots)

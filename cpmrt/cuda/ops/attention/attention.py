@@ -50,6 +50,11 @@ class AttentionPlan:
         selection = SelectionPlan.of(shape, device, context, max_rows)
         return replace(plan, selection=selection, selected=SelectedChunkPlan.of(shape, device, context))
 
+    def has_long_launch(self, rows: int) -> bool:
+        """Whether so many long rows of a step are launched otherwise than short ones."""
+        long = step_launch(self.decode, rows, is_tree=False, is_long=True)
+        return self.selection is None and long != step_launch(self.decode, rows, is_tree=False)
+
     @property
     def tables(self) -> tuple[BufferSpec, ...]:
         """The workspace that lives as long as the executor."""
@@ -64,14 +69,16 @@ class AttentionPlan:
 
 
 def step_launch(
-    plan: DecodePlan, rows: int, *, is_tree: bool, window: int = 0, is_selected: bool = False
+    plan: DecodePlan, rows: int, *, is_tree: bool, window: int = 0, is_selected: bool = False, is_long: bool = False
 ) -> AttentionLaunch:
-    """Choose the kernel for so many rows of a step: of trees or not, that see all keys or chose blocks."""
+    """Choose the kernel for so many rows of a step: of trees or not, that see all keys or chose blocks; a window makes
+    every row short."""
     if is_selected and plan.has_selected_kernel:
         return selected_launch(plan, rows, is_tree=is_tree)
     if is_tree and not is_selected and shares_pages(plan, rows):
         return tree_launch(plan, rows, window)
-    return plan.launch(rows, replace(plan.constants, tree=is_tree, window=window, selected=int(is_selected)))
+    constants = replace(plan.constants, tree=is_tree, window=window, selected=int(is_selected))
+    return plan.launch(rows, constants, is_long=is_long and window == 0)
 
 
 class AttentionOps:
@@ -115,8 +122,9 @@ class AttentionOps:
             assert window == 0 and selection is None, "held for a row that sees everything"
             attend_held(self._launch, after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
             return
-        is_tree, is_selected = rows.tree_masks is not None, selection is not None
-        one = step_launch(self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected)
+        is_tree, is_selected, is_long = rows.tree_masks is not None, selection is not None, rows.length == "long"
+        kind = {"is_tree": is_tree, "is_selected": is_selected, "is_long": is_long}
+        one = step_launch(self._plan.decode, len(q), window=window, **kind)
         given = Operands(out, q, kv, rows, scale, selection)
         launch_one = partial(attend_rows, self._launch, one, self._scratch, given, prefers_shared=after.prefers_shared)
         held = (given, self._plan.decode, self._scratch, launch_one)

@@ -1,0 +1,54 @@
+"""Sequences that have all become long are decoded by other launches, with the same bits (on a GPU)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from executors.cuda_models import BASE, ROWS, write_model
+from executors.repeatability_cases import SAMPLED, accompanied, answer, text
+
+from cpmrt import LLM
+from cpmrt.cuda.executor import CudaExecutor
+
+pytestmark = pytest.mark.gpu
+
+LONGEST = 2048
+PARAMS = replace(SAMPLED, max_new_tokens=48)  # the prompts do not all begin at once
+WIDE = {"head_dim": 128, "num_attention_heads": 2, "max_position_embeddings": LONGEST}
+
+
+@pytest.mark.parametrize("settings", [{}, {"cuda_graphs": False}, {"steps_per_launch": 4}], ids=str)
+def test_company_changes_no_bit_of_a_long_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """Eight sequences; the shortest of them passes the limit between two of its tokens."""
+    monkeypatch.setattr("cpmrt.cuda.executor.SHORT_KEYS", 625)
+    folder, used, chosen = write_model(tmp_path, BASE | ROWS["llama"] | WIDE), set[Any](), _choices(monkeypatch)
+    prompts = [text(600 + 190 * number, number, BASE["vocab_size"]) for number in range(8)]
+
+    def opened(**more: Any) -> LLM:
+        llm = LLM(folder, executor="cuda", max_context=LONGEST, **settings, **more)
+        assert isinstance(llm.executor, CudaExecutor)
+        used.add(llm.executor._forward.own_length(8))
+        return llm
+
+    with opened() as llm:
+        alone = [answer(llm, prompt, PARAMS) for prompt in prompts]
+    assert accompanied(opened, prompts, PARAMS) == alone
+    expected = {("decode", 8), ("long", 8)} if used == {"long"} else {("decode", 8)}
+    assert {graph for graph in chosen if graph[1] == 8} == expected
+
+
+def _choices(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
+    """Return what every decode step from now on is launched as."""
+    chosen, real = set[tuple[str, int]](), CudaExecutor._decode_graph
+
+    def spied(self: CudaExecutor, slots: tuple[int, ...]) -> tuple[str, int]:
+        chosen.add(graph := real(self, slots))
+        return graph
+
+    monkeypatch.setattr(CudaExecutor, "_decode_graph", spied)
+    return chosen
