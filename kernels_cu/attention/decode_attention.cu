@@ -26,7 +26,7 @@
 //                blocks that share eight runs: 1, 2, 4 or 8; without clusters it does not count. TEAMS: of four warps
 //                in a block: 1 or 2, with TREE 1. TREE: 1 reads tree_masks and tree_base. WINDOW: how many of a row's
 //                last keys it sees, 0 for all. SELECTED: 1 and 2 read blocks. FP8: 1 reads codes and scales
-// grid           (CLUSTER * a, units * T, b) for a * b clusters of a row, in clusters one if CLUSTER * TEAMS is not 8;
+// grid           (CLUSTER * a, units * T, b) for a * b clusters of a row;
 //                block (128, TEAMS) in clusters of CLUSTER along x; shared memory
 //                TEAMS * (16 * D * 2 + STAGES * 64 * D * 4) bytes, and in clusters 40 * kHeads * D / CLUSTER more
 // launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: where keys

@@ -82,7 +82,7 @@ def test_a_row_that_cannot_be_read_is_an_error(row: str) -> None:
 
 def test_a_changed_number_changes_the_digest() -> None:
     before = tool.wanted(PAGE)
-    after = tool.wanted(PAGE.replace("**259**", "**260**"))
+    after = tool.wanted(re.sub(r"(8B bf16 decode at 1K \| \*\*)\d+", r"\g<1>1", PAGE))
     assert {name for name in before if tool.digest(before[name]) != tool.digest(after[name])} == {"peers", "context"}
 
 
