@@ -58,7 +58,6 @@ from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
 from cpmrt.opening import Blueprint
-from cpmrt.ops import SHORT_KEYS
 
 if TYPE_CHECKING:
     from cpmrt.cuda.draft.speculation import Speculation
@@ -132,6 +131,7 @@ class CudaExecutor:
         self._forward = StepForward(
             self.config, device, launcher, self._gemm, self._arrays, plan.caches, taps, self._rings.addresses[1]
         )
+        self._own_lengths = {count: self._forward.own_length(count) for count in self._row_counts}
         self._prompts = PromptPasses(self.config, self._forward, self._arrays, self._dtype, self.stream)
         self._slot_states = SlotStates(launcher, plan.caches.states(self._arrays))
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
@@ -207,10 +207,10 @@ class CudaExecutor:
         num_rows = _at_least(len(slots), self._row_counts)
         if self._forward.screens(num_rows) and self._screened.issuperset(slots):
             return "screened", num_rows
-        length = self._forward.own_length(num_rows)
-        is_short = length == "short" and self._lengths.are_within(slots, SHORT_KEYS)
-        is_long = length == "long" and len(slots) == num_rows and self._lengths.are_beyond(slots, SHORT_KEYS)
-        return length if length and (is_short or is_long) else "decode", num_rows
+        length = self._own_lengths[num_rows]
+        if length is None or not self._lengths.are(length, slots, num_rows):
+            return "decode", num_rows
+        return length, num_rows
 
     def _submit_masked(self, step: Decode) -> Pending:
         """Start a decode step some of whose slots have masks or bring certain tokens."""

@@ -11,7 +11,6 @@ from executors.cuda_models import BASE, ROWS, write_model
 from executors.repeatability_cases import SAMPLED, accompanied, answer, text
 
 from cpmrt import LLM
-from cpmrt.cuda.executor import CudaExecutor
 
 pytestmark = pytest.mark.gpu
 
@@ -25,14 +24,14 @@ def test_company_changes_no_bit_of_a_long_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     """Eight sequences; the shortest of them passes the limit between two of its tokens."""
-    monkeypatch.setattr("cpmrt.cuda.executor.SHORT_KEYS", 625)
+    monkeypatch.setattr("cpmrt.cuda.step.lengths.SHORT_KEYS", 625)
     folder, used, chosen = write_model(tmp_path, BASE | ROWS["llama"] | WIDE), set[Any](), _choices(monkeypatch)
     prompts = [text(600 + 190 * number, number, BASE["vocab_size"]) for number in range(8)]
 
     def opened(**more: Any) -> LLM:
         llm = LLM(folder, executor="cuda", max_context=LONGEST, **settings, **more)
-        assert isinstance(llm.executor, CudaExecutor)
-        used.add(llm.executor._forward.own_length(8))
+        executor: Any = llm.executor
+        used.update(length for rows, length in executor._own_lengths.items() if rows == 8)
         return llm
 
     with opened() as llm:
@@ -44,6 +43,8 @@ def test_company_changes_no_bit_of_a_long_answer(
 
 def _choices(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
     """Return what every decode step from now on is launched as."""
+    from cpmrt.cuda.executor import CudaExecutor  # which needs CuPy
+
     chosen, real = set[tuple[str, int]](), CudaExecutor._decode_graph
 
     def spied(self: CudaExecutor, slots: tuple[int, ...]) -> tuple[str, int]:

@@ -137,7 +137,7 @@ def test_a_request_that_grows_long_gives_the_same_tokens(
     together: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, expected = together
-    monkeypatch.setattr("cpmrt.cuda.executor.SHORT_KEYS", 70)
+    monkeypatch.setattr("cpmrt.cuda.step.lengths.SHORT_KEYS", 70)
     with LLM(folder, executor="cuda", **SETTINGS) as llm:
         assert [llm.generate(prompt, SAMPLED).token_ids for prompt in prompts()] == expected
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cpmrt.config.layers import GroupedAttention
-from cpmrt.cuda.ops.attention.attention import step_launch
+from cpmrt.cuda.ops.attention.attention import AttentionPlan, step_launch
 from cpmrt.cuda.ops.attention.decode import DecodeConstants, DecodePlan
 from cpmrt.cuda.precompile import known_device
 
@@ -54,6 +55,17 @@ def test_long_rows_have_pairs_of_blocks_where_these_fill_the_device(
     assert long.constants == replace(constants_of(rows, shape, is_long=True), cluster=2, teams=2, stages=2)
     assert constants_of(rows, shape).cluster == 8
     assert step_launch(plan, rows, is_tree=False, window=512, is_long=True).grid[0] == 8, "none is long"
+
+
+def test_which_steps_have_a_graph_of_their_own_for_long_rows() -> None:
+    """Those of eight wide rows over two KV heads; none where rows choose blocks."""
+    anything: Any = None
+    narrow = GroupedAttention(16, 2, 64)
+    for shape, chooses, counts in ((EIGHT_B, False, [8]), (EIGHT_B, True, []), (narrow, False, [])):
+        decode = DecodePlan.of(shape, known_device("sm_90", 132), 131_072)
+        selection: Any = chooses or None
+        plan = AttentionPlan(anything, decode, anything, selection)
+        assert [rows for rows in (1, 2, 4, 8, 16, 32, 64) if plan.has_long_launch(rows)] == counts
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 6, 12, 24, 32, 64])

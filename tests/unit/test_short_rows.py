@@ -15,18 +15,18 @@ from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.cuda.step.lengths import Lengths
 from cpmrt.executor import Decode, Prefill, Release, Speculate
 from cpmrt.opening import described
+from cpmrt.ops import SHORT_KEYS
 from cpmrt.weights.model_folder import ModelFolder
 
 
 def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
     lengths = Lengths((TreeShape(2, 4, 12), TreeShape(5, 1, 6), TreeShape(1, 4, 2, lookup_length=11)))
-    assert lengths.are_within((0, 3), 0) and not lengths.are_beyond((0,), 0)
+    assert lengths.are_within((0, 3), 0)
     lengths.add(Prefill(3, (7,) * 64, 0, False))
     lengths.add(Prefill(3, (7,) * 10, 64, True))
     assert lengths.are_within((3,), 74) and not lengths.are_within((3,), 73)
     lengths.add(Decode((3, 1)))
     lengths.add(Decode((1, 3), certain=((), (5, 6))))
-    assert lengths.are_beyond((1, 3), 1) and not lengths.are_beyond((1, 3), 2) and lengths.are_beyond((3,), 77)
     assert lengths.are_within((3,), 78) and not lengths.are_within((3,), 77) and lengths.are_within((1,), 2)
     lengths.add(Speculate((3,), 1))
     lengths.add(Speculate((1,)))
@@ -36,6 +36,17 @@ def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
     assert lengths.are_within((3,), 2)
     lengths.add(Speculate((3,), 2))
     assert lengths.are_within((3,), 14) and not lengths.are_within((3,), 13)
+
+
+def test_rows_are_short_or_long_together() -> None:
+    """Slots 0 to 3 are short, 4 to 7 long; a step that is padded has short rows in any case."""
+    lengths = Lengths(())
+    for slot in range(8):
+        lengths.add(Prefill(slot, (7,) * (SHORT_KEYS + (slot >= 4)), 0, True))
+    assert lengths.are("short", (0,), 1) and lengths.are("short", (0, 1, 2), 4)
+    assert not lengths.are("short", (4,), 1) and not lengths.are("short", (0, 1, 4), 4)
+    assert lengths.are("long", (4, 5, 6, 7), 4)
+    assert not lengths.are("long", (4, 5, 6), 4) and not lengths.are("long", (3, 4, 5, 6), 4)
 
 
 def compiled_for(folder: Path, shape: str, arch: str, **changes: Any) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from cpmrt.config import TreeShape
 from cpmrt.executor import Decode, Prefill, Speculate, Step
+from cpmrt.ops import SHORT_KEYS, RowLength
 
 
 class Lengths:
@@ -26,9 +27,11 @@ class Lengths:
             for slot in step.slots:
                 tokens[slot] = tokens.get(slot, 0) + self._shapes[step.shape].max_emitted
 
-    def are_beyond(self, slots: Iterable[int], least: int) -> bool:
-        """Whether all of these may have more than so many tokens."""
-        return all(self._tokens.get(slot, 0) > least for slot in slots)
+    def are(self, length: RowLength, slots: Sequence[int], num_rows: int) -> bool:
+        """Whether the rows of these slots in a step of so many are all short, or all long and none of them padding."""
+        if length == "short":
+            return self.are_within(slots, SHORT_KEYS)
+        return len(slots) == num_rows and all(self._tokens.get(slot, 0) > SHORT_KEYS for slot in slots)
 
     def are_within(self, slots: Iterable[int], most: int) -> bool:
         """Whether all of these have at most so many tokens."""

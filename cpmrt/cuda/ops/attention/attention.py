@@ -123,8 +123,9 @@ class AttentionOps:
             attend_held(self._launch, after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
             return
         is_tree, is_selected, is_long = rows.tree_masks is not None, selection is not None, rows.length == "long"
-        kind = {"is_tree": is_tree, "is_selected": is_selected, "is_long": is_long}
-        one = step_launch(self._plan.decode, len(q), window=window, **kind)
+        one = step_launch(
+            self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected, is_long=is_long
+        )  # fmt: skip
         given = Operands(out, q, kv, rows, scale, selection)
         launch_one = partial(attend_rows, self._launch, one, self._scratch, given, prefers_shared=after.prefers_shared)
         held = (given, self._plan.decode, self._scratch, launch_one)
