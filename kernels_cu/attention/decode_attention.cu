@@ -68,6 +68,28 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #define CLUSTER_LAUNCH
 #endif
 
+#if IN_CLUSTERS
+// A run's partial to the blocks that merge its slices. The only block of a cluster keeps it, and sends itself nothing.
+DEVICE void hand_over(const unsigned char* shared, const unsigned char* results, const float (&log_sums)[kWarps][16],
+                      uint32_t barrier, int member) {
+  if (CLUSTER > 1) return send_slices(shared, results, log_sums, barrier, member);
+  const uint32_t received = shared_address(shared) + kReceivedOffset;
+  merge_warps(results, log_sums, [&](int vector, const Partial& part) {
+    const uint32_t place = member * kSlice + vector, out = received + place * 16;
+    store_shared2(out, part.out.x, part.out.y);
+    store_shared2(out + 8, part.out.z, part.out.w);
+    store_shared_float(received + kReceivedSums + place * 4, part.log_sum);
+  });
+}
+
+// Until the partials of `members` runs are there; the barrier's phase has this parity. All threads of the block.
+DEVICE void await_partials(uint32_t barrier, int members, int parity) {
+  if (CLUSTER == 1) return __syncthreads();
+  if (is_first_thread()) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
+  mbarrier_wait(barrier, parity);
+}
+#endif
+
 // Whether no other row of the launch adds keys to the slot of this one.
 DEVICE bool is_alone(const int* slots, int row, int num_rows, int slot) {
   bool is_shared = false;
@@ -241,7 +263,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
 #if IN_CLUSTERS
       // The peers' barriers exist, and what they received before has been used.
       if (member == first_member) cluster_wait();
-      send_slices(shared, results, log_sums, barrier, member);
+      hand_over(shared, results, log_sums, barrier, member);
 #else
       merge_warps(results, log_sums, [&](int vector, const Partial& merged) { target.keep(heads, vector, merged); });
 #endif
@@ -253,8 +275,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
       if (kRunsAtOnce == kCluster) break;
     }
 #if IN_CLUSTERS
-    if (is_first_thread()) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
-    mbarrier_wait(barrier, turn & 1);
+    await_partials(barrier, members, turn & 1);
     merge_slices(shared, heads, target, rank, members);
     if (turn + 1 < turns) cluster_announce();  // what was received has been used
 #endif
