@@ -348,11 +348,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"FP8": 1, "CLUSTER": 4},
     ),
     "attention/selected_attention.cu": (
-        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 0},
-        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 1},
-        {"HEAD_DIM": 96, "GROUP": 4, "STAGES": 3, "TREE": 1},
-        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "TREE": 1},
-        {"HEAD_DIM": 64, "GROUP": 20, "STAGES": 2, "TREE": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 0, "PAIRED": 0},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 0, "PAIRED": 1},
+        {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "TREE": 1, "PAIRED": 0},
+        {"HEAD_DIM": 96, "GROUP": 4, "STAGES": 3, "TREE": 1, "PAIRED": 1},
+        {"HEAD_DIM": 64, "GROUP": 8, "STAGES": 3, "TREE": 1, "PAIRED": 0},
+        {"HEAD_DIM": 64, "GROUP": 20, "STAGES": 2, "TREE": 0, "PAIRED": 1},
     ),
     "attention/compress_keys.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
     "attention/select_blocks.cu": (

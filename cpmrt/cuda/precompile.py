@@ -69,6 +69,7 @@ def known_device(arch: str, num_sms: int | None = None) -> Device:
         is_unified=False,
         driver_version=(0, 0),
         whole_clusters=_KNOWN_CLUSTERS.get(arch, 0),
+        has_wide_clusters=arch == "sm_90",
     )
 
 

@@ -169,24 +169,30 @@ DEVICE void prepare_received(uint32_t barrier) {
   cluster_announce();
 }
 
-// The slices of a run's partial to the peers that merge them; `member`: the run's place among the eight of its cluster.
+// The slices of a run's partial to the peers that merge them, from `first_peer` on; `member`: the run's place among the eight
+// that they merge.
 DEVICE void send_slices(const unsigned char* shared, const unsigned char* results, const float (&log_sums)[kWarps][16],
-                        uint32_t barrier, int member) {
+                        uint32_t barrier, int member, int first_peer = 0) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
   merge_warps(results, log_sums, [&](int vector, const Partial& part) {
     const int place = member * kSlice + vector % kSlice;
-    send_partial(received + place * 16, received + kReceivedSums + place * 4, barrier, vector / kSlice, part);
+    send_partial(received + place * 16, received + kReceivedSums + place * 4, barrier, first_peer + vector / kSlice, part);
   });
 }
 
-// The block's slice of `members` runs that have been sent.
-DEVICE void merge_slices(const unsigned char* shared, const Heads& heads, const Target& target, int rank, int members) {
+// visit(i, merged) of each vector of the block's slice, from `members` runs that have been sent.
+template <typename Visit>
+DEVICE void merge_received(const unsigned char* shared, int members, Visit visit) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
   for (int i = (TEAMS == 1 ? 0 : threadIdx.y * kThreads) + threadIdx.x; i < kSlice; i += TEAMS * kThreads) {
-    const Partial merged = merge<8>(members, [&](int member) {
-      const int place = member * kSlice + i;
-      return received_partial(received + place * 16, received + kReceivedSums + place * 4);
-    });
-    target.keep(heads, rank * kSlice + i, merged);
+    visit(i, merge<8>(members, [&](int member) {
+            const int place = member * kSlice + i;
+            return received_partial(received + place * 16, received + kReceivedSums + place * 4);
+          }));
   }
+}
+
+// The same, kept where the row's values go.
+DEVICE void merge_slices(const unsigned char* shared, const Heads& heads, const Target& target, int rank, int members) {
+  merge_received(shared, members, [&](int i, const Partial& merged) { target.keep(heads, rank * kSlice + i, merged); });
 }

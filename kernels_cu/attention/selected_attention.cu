@@ -16,9 +16,9 @@
 // num_splits     into how many runs the pages of a long row that does not choose are cut, a multiple of 8
 // blocks         [T, K heads, num_selected] int32, ascending: at the end the row's own block and local_blocks before it
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of a
-//                warp's ring in pages, at least 2. TREE: 1 reads tree_masks and tree_base
-// grid           (8 * a, units * T, b) for a * b clusters of a row; block 128 in clusters of 8 along x; shared memory
-//                16 * D * 2 + STAGES * 64 * D * 4 + 5 * kHeads * D bytes
+//                warp's ring in pages, at least 2. TREE: 1 reads tree_masks and tree_base. PAIRED: 1 has clusters of 16
+// grid           (8 * a, units * T, b) for a * b clusters of a row, with PAIRED for halves of clusters, a even; block 128 in
+//                clusters of 8 or 16 along x; shared memory 16 * D * 2 + STAGES * 64 * D * 4 + 5 * kHeads * D bytes
 // launched after pick_blocks, which lets this kernel start once all before it have finished: all but `blocks` is read before
 //                pdl_wait
 // numerics       those of decode_attention; a row's bits depend on nothing but the row and num_splits
@@ -28,8 +28,10 @@
 //                are those of the blocks next to the row, known before the lists are, so that up to a third of the
 //                reading is done while blocks are still being chosen. What the blocks of a cluster send each other is
 //                merged behind the first page of the next run, when it has long arrived. And runs are longer, since a
-//                turn of a cluster costs time beside what it reads
-#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(TREE)
+//                turn of a cluster costs time beside what it reads. The two halves of a cluster of 16 are what clusters
+//                are else; where the row has no more than theirs, the second sends its results to the first instead of
+//                through memory, with the same bits
+#if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(TREE) || !defined(PAIRED)
 #error "a constant is not defined"
 #endif
 static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
@@ -50,9 +52,30 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
   load_query(state, shared_address(shared));
 }
 
+static_assert(kSlice <= kThreads, "a thread has one vector of a slice at most");
+
+// Merges what both halves of a cluster have of the slice of block `rank`, which the first half stores: as merge_clusters. The
+// slices of `members` runs have been received. `barrier` counts what the second half sends.
+DEVICE void merge_pair(const unsigned char* shared, const Heads& heads, const Target& target, uint32_t barrier, int rank,
+                       int members) {
+  __shared__ __align__(16) float4 outputs[kSlice];
+  __shared__ float log_sums[kSlice];
+  const uint32_t out = shared_address(outputs + threadIdx.x), log_sum = shared_address(log_sums + threadIdx.x);
+  if (target.cluster == 1) {
+    return merge_received(shared, members, [&](int, const Partial& merged) { send_partial(out, log_sum, barrier, rank, merged); });
+  }
+  if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, kReceivedBytes);
+  merge_received(shared, members, [&](int i, const Partial& merged) {
+    mbarrier_wait(barrier, 0);
+    const Partial other = received_partial(out, log_sum);
+    const Partial both = merge<kMergeBatch>(2, [&](int index) { return index == 0 ? merged : other; });
+    store_vector(target.out, heads, rank * kSlice + i, both.out);
+  });
+}
+
 constexpr int kChosenRuns = 16;  // into how many the pages of a row that chose are cut, if it could have so many
 
-extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __cluster_dims__(PAIRED ? 16 : 8, 1, 1) __launch_bounds__(kThreads, 2)
 KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,
                            const scalar_t* q, const scalar_t* k_pages, const scalar_t* v_pages, const int* positions,
                            const int* slots, const int* block_tables, const uint64_t* tree_masks, const int* tree_base,
@@ -79,9 +102,11 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   }
   const Cut cut(keys, chooses ? min(num_splits, kChosenRuns) : num_splits);
   if (first_cluster >= cut.clusters()) return;
-  __shared__ uint64_t received;
-  const uint32_t barrier = shared_address(&received);
+  __shared__ uint64_t received[2];  // of peers, and of the cluster's second half
+  const uint32_t barrier = shared_address(received), pair_barrier = barrier + 8;
+  if (PAIRED && threadIdx.x == 0) mbarrier_init(pair_barrier, 1);
   prepare_received(barrier);
+  const int first_peer = PAIRED ? blockIdx.x / kCluster % 2 * kCluster : 0;
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;
   __shared__ int64_t path_table[kMaxNodes];
   const int base = TREE ? __ldcg(tree_base + row) : 0;
@@ -137,15 +162,22 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
     const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
     if (threadIdx.x == 0) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
     cluster_wait();  // the peers' barriers exist, and what they received before has been used
-    if (run < cut.num_runs) send_slices(shared, results, log_sums, barrier, rank);
+    if (run < cut.num_runs) send_slices(shared, results, log_sums, barrier, rank, first_peer);
     if (turn + 1 == turns) break;
     __syncthreads();  // the results have been read
     if (run >= cut.num_runs) continue;
     stream.load(room.k_tile, false, room, keys.length);
     stream.load(room.k_tile + kHalfPlace, true, room, keys.length);
   }
-  settle(turns - 1);
+  const bool is_paired = PAIRED && target.used_clusters == 2;  // a turn each
+  if (is_paired) {
+    mbarrier_wait(barrier, 0);
+    merge_pair(shared, heads, target, pair_barrier, rank, min(kCluster, cut.num_runs - target.cluster * kCluster));
+  } else {
+    settle(turns - 1);
+  }
   if (!stream.is_listed) pdl_wait();  // for the kernels after this one, which wait for it alone
+  if (is_paired) return;
   if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
     target.merge_clusters(heads, rank);
   }

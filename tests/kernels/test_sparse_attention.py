@@ -64,6 +64,22 @@ def test_many_blocks(cuda: Any, count: int, portable: bool) -> None:
     assert np.array_equal(again.attend(q, rows, blocks), out)
 
 
+@pytest.mark.parametrize(("dtype", "group", "kv_heads", "head_dim"), SHAPES, ids=str)
+def test_a_row_alone_has_the_bits_that_it_has_among_others(
+    cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int
+) -> None:
+    """Alone it has pairs of clusters, of which two, more or one have runs."""
+    slots = Slots(dtype, [4200], group=group, kv_heads=kv_heads, head_dim=head_dim)
+    rows = slots.rows([4199, 2559, 3000, 900], np.zeros(4))
+    q, blocks = slots.queries(4), any_choice(slots.rng, rows, kv_heads, WIDE)
+    device = SparseDevice(cuda, slots, WIDE)
+    out = device.attend(q, rows, blocks)
+    assert_close(out, expected_attention(slots, q, rows, blocks, WIDE), dtype)
+    for row in range(4):
+        alone = replace(rows, positions=rows.positions[[row]], slots=rows.slots[[row]])
+        assert np.array_equal(device.attend(q[[row]], alone, blocks[[row]])[0], out[row]), row
+
+
 @PORTABLE
 @pytest.mark.parametrize("is_prefill", [False, True], ids=["rows", "chunk"])
 def test_rows_that_leave_nothing_out_have_the_bits_of_dense_attention(

@@ -13,8 +13,11 @@ from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.precompile import known_device
 
 
-def plan(arch: int = 90, capability: int | None = None, *, is_fp8: bool = False) -> DecodePlan:
-    device = replace(known_device(f"sm_{arch}", 132), capability=capability or arch)
+def plan(
+    arch: int = 90, capability: int | None = None, *, is_fp8: bool = False, has_wide_clusters: bool = False
+) -> DecodePlan:
+    device = known_device(f"sm_{arch}", 132)
+    device = replace(device, capability=capability or arch, has_wide_clusters=has_wide_clusters)
     return DecodePlan.of(GroupedAttention(32, 2, 128), device, 131_072, is_fp8=is_fp8)
 
 
@@ -28,6 +31,16 @@ def test_clusters_that_find_room_at_once(rows: int, is_tree: bool) -> None:
     assert one.threads == 128 and one.shared_bytes == 16 * 128 * 2 + 3 * 64 * 128 * 4 + 5 * 16 * 128
     assert clusters == 1 or units * clusters <= 30
     assert clusters == 7 or units * (clusters + 1) > 29
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_one_row_has_pairs_of_clusters_where_a_device_has_them(is_tree: bool) -> None:
+    wide = plan(has_wide_clusters=True)
+    one = step_launch(wide, 1, is_tree=is_tree, is_selected=True)
+    assert one.grid == (16, 2, 4) and macros_of(one.constants)["PAIRED"] == 1
+    several = step_launch(wide, 2, is_tree=is_tree, is_selected=True)
+    assert several == step_launch(plan(), 2, is_tree=is_tree, is_selected=True)
+    assert macros_of(several.constants)["PAIRED"] == 0
 
 
 @pytest.mark.parametrize("made", [plan(80), plan(100), plan(90, capability=86), plan(90, is_fp8=True)])

@@ -17,7 +17,7 @@ from cpmrt.cuda.build import cubin_cache, nvrtc
 from cpmrt.cuda.build.source import KernelSource, read_source
 from cpmrt.cuda.build.spec import KernelSpec, macros_of
 from cpmrt.cuda.driver.faults import LOST_CONTEXT, OUT_OF_MEMORY, device_fault
-from cpmrt.cuda.driver.launch import Kernel
+from cpmrt.cuda.driver.launch import Kernel, allow_wide_clusters
 from cpmrt.dtypes import DType
 from cpmrt.errors import KernelCompileError
 
@@ -120,6 +120,8 @@ class Modules:
         module, full_name = self._module(spec.file, macros), f"{spec.name}_{suffix(self.dtype)}"
         try:
             raw = module.get_function(full_name)
+            if spec.has_wide_clusters is not None and spec.has_wide_clusters(macros):
+                allow_wide_clusters(raw.kernel.ptr)
             return Kernel(full_name, raw.kernel.ptr, raw, has_pdl=_capability(self.arch) >= _PDL_CAPABILITY)
         except Exception as error:  # CuPy's driver error classes cannot be named without importing it
             if getattr(error, "status", None) in LOST_CONTEXT | {OUT_OF_MEMORY}:

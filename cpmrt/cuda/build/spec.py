@@ -29,7 +29,8 @@ class KernelSpec:
     `#ifndef`: the dataclass that holds them, or the macros' names. `hot` promises no spills and no local memory. `arch`
     is the one architecture that the file compiles for, "" for all. `waits_across_blocks` tells of compile-time sizes
     whether blocks, other than those of a cluster, wait for each other: then all must be on the device at once. A block
-    that finishes what the others left before it came does not wait.
+    that finishes what the others left before it came does not wait. `has_wide_clusters` tells of them whether clusters
+    have sixteen blocks, more than every device promises.
     """
 
     name: str
@@ -40,6 +41,7 @@ class KernelSpec:
     reason: str = ""
     arch: str = ""
     waits_across_blocks: Callable[[Mapping[str, int]], bool] | None = None
+    has_wide_clusters: Callable[[Mapping[str, int]], bool] | None = None
 
     @property
     def macros(self) -> tuple[str, ...]:

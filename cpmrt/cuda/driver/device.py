@@ -13,7 +13,7 @@ from types import ModuleType
 from cpmrt import env
 from cpmrt.collector import no_collections
 from cpmrt.cuda.driver.faults import device_faults
-from cpmrt.cuda.driver.occupancy import multiprocessors, whole_clusters
+from cpmrt.cuda.driver.occupancy import clusters_at_once, multiprocessors
 from cpmrt.errors import NoDeviceError
 from cpmrt.installation import install_extra
 from cpmrt.memory.host_memory import available_bytes
@@ -32,7 +32,7 @@ class Device:
 
     `capability` is the compute capability whose features the kernels use, as 90: that of `arch`, but on the portable
     path less. `num_sms`: multiprocessors that this process may use. `whole_clusters`: clusters of eight blocks that
-    can run at once, a block to a multiprocessor; boards of one kind differ in it.
+    can run at once, a block to a multiprocessor; boards of one kind differ in it. `has_wide_clusters`: of sixteen.
     """
 
     index: int
@@ -46,6 +46,7 @@ class Device:
     is_unified: bool
     driver_version: tuple[int, int]
     whole_clusters: int = 0
+    has_wide_clusters: bool = False
 
     @property
     def is_portable(self) -> bool:
@@ -94,6 +95,7 @@ def open_device(index: int = 0) -> Device:
         )
     shared_bytes = properties["sharedMemPerBlockOptin"]
     is_portable = capability >= 90 and env.asks_for_portable_kernels()
+    has_clusters = capability >= 90 and not is_portable
     return Device(
         index=index,
         name=name,
@@ -105,7 +107,8 @@ def open_device(index: int = 0) -> Device:
         total_bytes=properties["totalGlobalMem"],
         is_unified=bool(properties["integrated"]),
         driver_version=driver,
-        whole_clusters=whole_clusters(shared_bytes) if capability >= 90 and not is_portable else 0,
+        whole_clusters=clusters_at_once(8, shared_bytes) if has_clusters else 0,
+        has_wide_clusters=has_clusters and clusters_at_once(16, shared_bytes // 2) > 0,
     )
 
 

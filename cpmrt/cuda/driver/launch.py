@@ -66,6 +66,14 @@ class Kernel:
             self._prefers_shared = True
 
 
+def allow_wide_clusters(function: driver.CUfunction | int) -> None:
+    """Let a kernel have clusters of more than eight blocks, where the device has them."""
+    from cuda.bindings import driver
+
+    allowed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    driver.cuFuncSetAttribute(function, allowed, 1)
+
+
 def launch(
     stream: CudaStream,
     kernel: Kernel,

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpmrt.cuda.driver.launch import Kernel, launch_config
+from cpmrt.cuda.driver.launch import Kernel, allow_wide_clusters, launch_config
 from cpmrt.errors import DeviceError
 
-_CLUSTER = (8, 1, 1)
+_PORTABLE_CLUSTER = 8
+"""Blocks of a cluster that every device with clusters has; for more a kernel needs an attribute."""
 _NOTHING = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 """A kernel in PTX, which every driver takes: some questions are asked of a kernel."""
 
@@ -30,11 +31,11 @@ def multiprocessors(of_device: int) -> int:
     return min(count for count in counts if count > 0)
 
 
-def whole_clusters(shared_bytes: int) -> int:
-    """Return how many clusters of eight blocks run at once when each block takes a whole multiprocessor.
+def clusters_at_once(blocks: int, shared_bytes: int) -> int:
+    """Return how many clusters of so many blocks run at once when each block asks for `shared_bytes` of dynamic shared
+    memory; 0 where there is none or the driver does not tell.
 
-    `shared_bytes`: dynamic shared memory of a block. It depends on which multiprocessors of a chip are in use: boards
-    of one kind differ. 0 where the driver does not tell.
+    It depends on which multiprocessors of a chip are in use: boards of one kind differ.
     """
     from cuda.bindings import driver
 
@@ -45,7 +46,10 @@ def whole_clusters(shared_bytes: int) -> int:
         kernel = _asked("cuModuleGetFunction", module, b"nothing")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.cuFuncSetAttribute(kernel, limit, shared_bytes)
-        config = launch_config(0, _CLUSTER, (32, 1, 1), shared_bytes, cluster=_CLUSTER)
+        if blocks > _PORTABLE_CLUSTER:
+            allow_wide_clusters(kernel)
+        cluster = blocks, 1, 1
+        config = launch_config(0, cluster, (32, 1, 1), shared_bytes, cluster=cluster)
         return int(_asked("cuOccupancyMaxActiveClusters", kernel, config) or 0)
     finally:
         driver.cuModuleUnload(module)

@@ -74,9 +74,9 @@ class DecodePlan:
     their results.
 
     With `has_tree_kernel` many rows of trees that see all keys are left to `tree_attention`, with `has_selected_kernel`
-    rows that chose blocks to `selected_attention`, which have the same workspace. A tile has `heads` query heads of a
-    KV head, and a row of a tree takes `tree_heads` rows of it, a half or all of them. `units` blocks share a run of
-    pages: one for each tile of each KV head.
+    rows that chose blocks to `selected_attention`, which have the same workspace; one row alone has pairs of clusters
+    there with `has_wide_clusters`. A tile has `heads` query heads of a KV head, and a row of a tree takes `tree_heads`
+    rows of it, a half or all of them. `units` blocks share a run of pages: one for each tile of each KV head.
     """
 
     constants: DecodeConstants
@@ -90,6 +90,7 @@ class DecodePlan:
     whole_clusters: int
     has_tree_kernel: bool
     has_selected_kernel: bool
+    has_wide_clusters: bool = False
 
     @classmethod
     def of(cls, shape: GroupedAttention, device: Device, max_context: int, *, is_fp8: bool = False) -> DecodePlan:
@@ -113,6 +114,7 @@ class DecodePlan:
             cluster=cluster,
             has_tree_kernel=device.capability == 90,
             has_selected_kernel=device.capability == 90 and not is_fp8,
+            has_wide_clusters=device.has_wide_clusters,
         )
 
     @classmethod

@@ -7,6 +7,7 @@ each alone (`decode_attention`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 import numpy as np
 
@@ -25,15 +26,16 @@ from cpmrt.ops import Selection
 
 @dataclass(frozen=True)
 class SelectedConstants(HeadConstants):
-    """`stages` of the ring of pages; `tree`: rows of draft trees."""
+    """`stages` of the ring of pages; `tree`: rows of draft trees; `paired`: clusters of sixteen blocks."""
 
     stages: int
     tree: bool
+    paired: bool
 
 
 SELECTED_ATTENTION = KernelSpec(
     "selected_attention", "attention/selected_attention.cu", "decode_attention", SelectedConstants, hot=True,
-    arch="sm_90",
+    arch="sm_90", has_wide_clusters=lambda sizes: bool(sizes["PAIRED"]),
 )  # fmt: skip
 PREFILL_SELECTED = KernelSpec(
     "prefill_selected_wgmma", "attention/prefill_selected_wgmma.cu", "prefill_attention", HeadConstants, hot=True,
@@ -46,14 +48,15 @@ _MOST_GRID_ROWS = 65535
 
 def selected_launch(plan: DecodePlan, rows: int, *, is_tree: bool) -> AttentionLaunch:
     """Launch `selected_attention` in as many clusters as there is room for at once: one that came later would wait for
-    all turns of another."""
-    of_model = plan.constants
+    all turns of another. One row has pairs of them where the device has clusters so wide."""
+    of_model, is_paired = plan.constants, rows == 1 and plan.has_wide_clusters
+    width = 2 if is_paired else 1
     clusters = min(max(1, plan.clusters_at_once // (plan.units * rows)), plan.num_splits // plan.cluster)
     return replace(
         plan.launch(rows, replace(of_model, selected=1)),
         kernel=SELECTED_ATTENTION,
-        constants=SelectedConstants(of_model.head_dim, of_model.group, of_model.stages, is_tree),
-        grid=(plan.cluster, plan.units * rows, clusters),
+        constants=SelectedConstants(of_model.head_dim, of_model.group, of_model.stages, is_tree, is_paired),
+        grid=(width * plan.cluster, plan.units * rows, ceil(clusters / width)),
         takes_local=True,
     )
 
