@@ -1,7 +1,8 @@
 """The GPU tests side by side, as processes with one BLAS thread each. Called by `tools/gpu_check.py`.
 
 Those marked `alone` compare what is free on the whole device: they run afterwards, one file at a time. A job that does
-not pass shows its output; the last line has the counts, in pytest's words. No plug-in of pytest is needed.
+not pass shows its output, and what there was no time for its names; the last line has the counts, in pytest's words. No
+plug-in of pytest is needed.
 """
 
 from __future__ import annotations
@@ -75,17 +76,23 @@ class Deadline:
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
+def named(what: str, names: Sequence[str]) -> Counter[str]:
+    """Show the tests that there was no time for, a line each, and count them."""
+    print("".join(f"{what}: {name}\n" for name in names), end="", flush=True)
+    return Counter({what: len(names)})
+
+
 def run(job: Sequence[str], deadline: Deadline) -> Counter[str]:
     """How many of these tests passed, failed and so on. Those of a process without a summary are errors."""
     left = deadline.left()
     if left is not None and left < 1:
-        return Counter({"not begun": len(job)})
+        return named("not begun", job)
     done = call_pytest(["-vv", *job], left)
     summary = re.findall(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", done.stdout, re.MULTILINE)
     if not summary and deadline.left() == 0:
-        ended = re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", done.stdout, re.MULTILINE)
-        counts = Counter(ENDS[word] for word in ended)
-        counts["unfinished"] = len(job) - len(ended)
+        ended = dict(re.findall(r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", done.stdout, re.MULTILINE))
+        counts = Counter(ENDS[word] for word in ended.values())
+        counts += named("unfinished", [name for name in job if name not in ended])
     else:
         items = summary[-1].split(", ") if summary else [f"{len(job)} errors"]
         counts = Counter({what: int(number) for number, what in (item.split() for item in items)})

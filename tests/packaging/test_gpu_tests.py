@@ -119,12 +119,17 @@ def test_every_test_is_counted_and_what_fails_is_shown(tmp_path: Path) -> None:
 
 
 def test_what_time_does_not_suffice_for_is_counted(tmp_path: Path) -> None:
-    """Of a job that is killed what has ended counts, in the order of the files."""
+    """Of a job that is killed what has ended counts, in the order of the files; what has not is named."""
     sleeping = "def test_sleeps():\n    import time\n    time.sleep(300)\n\n\ndef test_skips():"
     slow = MIXED.replace("def test_skips():", sleeping)
     code, lines = run(tmp_path, "gpu", "--seconds", "8", test_first=SHORT, test_mixed=slow, test_last=SHORT)
     assert code == 1 and lines[-1].startswith("1 failed, 1 not begun, 3 passed, 2 unfinished in ")
     assert any("test_mixed.py::test_fails FAILED" in line for line in lines)
+    assert [line for line in lines if line.startswith(("unfinished: ", "not begun: "))] == [
+        "unfinished: test_mixed.py::test_sleeps",
+        "unfinished: test_mixed.py::test_skips",
+        "not begun: test_mixed.py::test_ends_the_process",
+    ]
 
 
 @pytest.mark.parametrize("code", [1, 2, 4])
