@@ -22,6 +22,7 @@ from cpmrt.llm import LLM, SAMPLING_HINTS
 from cpmrt.sharing.jobs import STOP, WORK, Ended, Generation, Inbox, Job, Reading, completion_of
 from cpmrt.sharing.loop_inbox import LoopInbox
 from cpmrt.sharing.shared_engine import SharedEngine
+from cpmrt.sharing.text_stream import not_copied
 
 
 class AsyncLLM:
@@ -206,6 +207,9 @@ class AsyncTextStream(AsyncIterator[Piece]):
                 self._cancel.detach()
                 raise part.error or StopAsyncIteration
             return part
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied()
 
     async def _begin(self) -> Generation:
         job, self._inbox = await asyncio.to_thread(self._make), LoopInbox()

@@ -226,6 +226,7 @@ class JobMaker:
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
         _check_switch("allow_special_tokens", allow_special_tokens)
+        _check_switch("add_generation_prompt", add_generation_prompt)
         options = _variables(template_kwargs) | {"tools": tools, "add_generation_prompt": add_generation_prompt}
         if enable_thinking is not None:
             _check_switch("enable_thinking", enable_thinking)

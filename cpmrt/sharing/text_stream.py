@@ -5,10 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from threading import RLock
+from typing import NoReturn
 
+from cpmrt.errors import CpmrtError
 from cpmrt.generation import Completion, Piece
 from cpmrt.sharing.jobs import Ended, Generation, Inbox
 from cpmrt.sharing.shared_engine import SharedEngine
+
+
+def not_copied() -> CpmrtError:
+    """Return the error of pickling or copying a stream: the answer of a copy would end with the original."""
+    return CpmrtError("a stream cannot be pickled or copied", fix="keep stream.completion instead")
 
 
 class TextStream(Iterator[Piece]):
@@ -46,6 +53,9 @@ class TextStream(Iterator[Piece]):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied()
 
     def close(self) -> None:
         """Cancel the request if it still runs. May be called again."""

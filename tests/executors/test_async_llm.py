@@ -128,6 +128,7 @@ def test_tasks_that_read_one_stream_get_each_piece_once(llm):
 
 def test_closing_ends_what_waits(checkpoint):
     async def run():
+        before = set(threading.enumerate())
         llm = LLM(checkpoint, executor="reference")
         fast = AsyncLLM(llm)
         tasks = [asyncio.create_task(fast.generate(name, LONG)) for name in "ab"]
@@ -139,7 +140,7 @@ def test_closing_ends_what_waits(checkpoint):
                 await task
         with pytest.raises(ClosedError):
             await fast.score("abc")
-        assert not [each for each in threading.enumerate() if each.name == "cpmrt-engine"]
+        assert not [each for each in set(threading.enumerate()) - before if each.name == "cpmrt-engine"]
 
     asyncio.run(run())
 
@@ -177,5 +178,7 @@ def test_errors_reach_their_callers(llm):
     asyncio.run(run())
     with pytest.raises(CpmrtError, match="cannot be pickled"):
         pickle.dumps(AsyncLLM(llm))
+    with pytest.raises(CpmrtError, match="a stream cannot be pickled"):
+        pickle.dumps(AsyncLLM(llm).stream("a"))
     with pytest.raises(ArgumentError, match=r"AsyncLLM\(LLM\(model\)\)"):
         AsyncLLM("openbmb/MiniCPM4-0.5B")
