@@ -1,10 +1,13 @@
 """Answers to /tokenize, /detokenize and /tokenizer_info: texts and chats as token ids, and back.
 
-Field names are those of vLLM ("prompt", "messages") and llama.cpp ("content", "with_pieces").
+Field names are those of vLLM ("prompt", "messages") and llama.cpp ("content", "with_pieces", "add_special"), and so is
+what stands before a text: BOS before a prompt, and nothing before a content, unless the request says otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cpmrt.server.errors import ApiError, invalid
@@ -27,14 +30,13 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     fields, llm = Fields(body), service.engine.llm
     tokenizer = needed(llm.tokenizer)
     text, content = fields.string("prompt"), fields.string("content")
-    is_bare = fields.boolean("add_special_tokens") is False
-    template = _template_fields(fields)
+    template, encode = _template_fields(fields), _encoder(tokenizer, fields, begins=text is not None)
     if fields.raw("messages") is not None:
         ids = llm.chat_prompt(read_messages(fields), **template)
     elif text is None and content is None:
         raise invalid("prompt", "expected a string, or messages")
     else:
-        ids = tokenizer.encode(content or "" if text is None else text, add_special_tokens=not is_bare)
+        ids = encode(content or "" if text is None else text)
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_context}
     if fields.boolean("return_token_strs"):
         answer["token_strs"] = [written(tokenizer, token) for token in ids]
@@ -48,7 +50,11 @@ def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     tokens = whole_numbers(Fields(body).raw("tokens"))
     if tokens is None:
         raise invalid("tokens", "expected an array of token ids")
-    text = needed(service.engine.llm.tokenizer).decode(tokens, skip_special_tokens=False)
+    llm = service.engine.llm
+    for index, token in enumerate(tokens):
+        if not 0 <= token < llm.config.vocab_size:
+            raise invalid(f"tokens[{index}]", f"expected an id in [0, {llm.config.vocab_size}), got {token}")
+    text = needed(llm.tokenizer).decode(tokens, skip_special_tokens=False)
     return {"prompt": text, "content": text}
 
 
@@ -75,6 +81,16 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
 def written(tokenizer: Tokenizer, token_id: int) -> str:
     """Return the text of one token, special or not; bytes that are no character by themselves become U+FFFD."""
     return tokenizer.written_bytes(token_id).decode("utf-8", "replace")
+
+
+def _encoder(tokenizer: Tokenizer, fields: Fields, *, begins: bool) -> Callable[[str], list[int]]:
+    """Return what makes tokens of a text; `begins`: behind BOS, if the request does not say. Raises ApiError 400."""
+    for name in ("add_special_tokens", "add_special"):
+        wanted = fields.boolean(name)
+        begins = begins if wanted is None else wanted
+    if fields.boolean("parse_special") is False:
+        return lambda text: tokenizer.encode("", add_special_tokens=begins) + tokenizer.encode_plain(text)
+    return partial(tokenizer.encode, add_special_tokens=begins)
 
 
 def _template_fields(fields: Fields) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def test_the_key_is_compared_in_constant_time(monkeypatch, locked):
 
 def test_tokenize_and_detokenize_are_inverse(says):
     text = "ü <b> \n"
-    tokens = says.client.post("/tokenize", json={"content": text}).json()
+    tokens = says.client.post("/tokenize", json={"prompt": text}).json()
     assert tokens["count"] == len(tokens["tokens"]) and tokens["tokens"][0] == 1
     back = says.client.post("/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert back["prompt"] == f"<s>{text}"

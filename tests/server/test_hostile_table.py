@@ -112,7 +112,7 @@ OTHER_BODIES = [
     ("/detokenize", {"tokens": [1.5]}, 400), ("/detokenize", {"tokens": [-1]}, 400),
     ("/detokenize", {"tokens": [True]}, 400),
     ("/detokenize", {"tokens": [2**32]}, 400), ("/detokenize", {"tokens": []}, 200),
-    ("/detokenize", {"tokens": [99999]}, 200),
+    ("/detokenize", {"tokens": [99999]}, 400),
     (MESSAGES, {}, 400), (MESSAGES, {"messages": [USER]}, 400), (MESSAGES, {"messages": [USER], "max_tokens": 0}, 400),
     (MESSAGES, {"messages": "x", "max_tokens": 1}, 400),
     (MESSAGES, {"messages": [{"role": "x"}], "max_tokens": 1}, 400),

@@ -57,10 +57,40 @@ def test_the_tokens_of_a_chat_are_those_that_a_chat_takes(demo):
 
 
 def test_pieces_as_llama_cpp_has_them(says):
-    answer = says.client.post("/tokenize", json={"content": "é", "with_pieces": True}).json()
+    answer = says.client.post("/tokenize", json={"content": "é", "with_pieces": True, "add_special": True}).json()
     assert [each["piece"] for each in answer["tokens"]] == ["<s>", "\ufffd", "\ufffd"] and answer["count"] == 3
     ids = [each["id"] for each in answer["tokens"]]
     assert says.client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "<s>é", "content": "<s>é"}
+
+
+@pytest.mark.parametrize(("asked", "text"), [
+    ({"content": "a"}, "a"),
+    ({"content": "a", "add_special": True}, "<s>a"),
+    ({"content": "a", "add_special_tokens": True}, "<s>a"),
+    ({"prompt": "a"}, "<s>a"),
+    ({"prompt": "a", "add_special": False}, "a"),
+], ids=str)  # fmt: skip
+def test_a_content_has_no_first_token_unless_it_is_asked_for(says, asked, text):
+    """As llama.cpp has it; a prompt has one, as vLLM has it."""
+    ids = says.client.post("/tokenize", json=asked).json()["tokens"]
+    assert says.client.post("/detokenize", json={"tokens": ids}).json()["content"] == text
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_special_tokens_can_be_plain_text(demo, begins):
+    asked = {"content": "hi<|im_end|>", "parse_special": False, "add_special": begins}
+    ids = demo.client.post("/tokenize", json=asked).json()["tokens"]
+    tokenizer = demo.engine.llm.tokenizer
+    assert not tokenizer.special_ids & set(ids[begins:]) and (ids[0] == tokenizer.bos_token_id) == begins
+    assert tokenizer.decode(ids[begins:], skip_special_tokens=False) == "hi<|im_end|>"
+    assert demo.client.post("/tokenize", json={"content": "hi<|im_end|>"}).json()["tokens"][-1] == 3
+
+
+@pytest.mark.parametrize("token", [4096, 99999, -1])
+def test_ids_outside_the_vocabulary_have_no_text(demo, token):
+    answer = demo.client.post("/detokenize", json={"tokens": [5, token]})
+    assert answer.status_code == 400
+    assert "tokens[1]" in answer.json()["error"]["message"] and "[0, 4096)" in answer.json()["error"]["message"]
 
 
 def test_the_tokenizer_describes_itself(demo, fills):
