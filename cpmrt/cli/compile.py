@@ -48,7 +48,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile the modules that the cache lacks. Raises KernelCompileError, or NoDeviceError without --arch and GPU."""
+    """Compile the modules that the cache lacks.
+
+    Raises KernelCompileError, ConfigError if the cache cannot be written, NoDeviceError without --arch and GPU.
+    """
     options.check_one_source(args, "compile")
     if args.sms and not args.arch:
         raise options.UsageError("--sms needs --arch; see cpmrt compile --help")
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
         before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()
         wanted = _wanted(_models(args, settings, device), device, all_known=not (args.shape or args.model))
-        paths = {path for dtype, modules in wanted for path in compile_all(device.arch, dtype, modules)}
+        paths = {path for dtype, modules in wanted for path in compile_all(device.arch, dtype, modules, must_last=True)}
         seconds = time.monotonic() - started
         write(
             f"{device.arch}, {device.num_sms} multiprocessors ({printable(device.name)}): "

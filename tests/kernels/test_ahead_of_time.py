@@ -128,7 +128,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]
     calls: list[Any] = []
     monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
 
-    def record(arch: str, dtype: DType, modules: Any) -> list[Path]:
+    def record(arch: str, dtype: DType, modules: Any, *, must_last: bool) -> list[Path]:
+        assert must_last
         calls.append((arch, dtype, list(modules)))
         return [Path(f"{arch}-{index}") for index in range(len(calls[-1][2]))]
 
@@ -244,6 +245,18 @@ def test_mistakes_are_one_line(asked: list[Any], arguments: list[str], message: 
     assert main(["compile", *arguments]) != 0
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and not asked
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Its only purpose is to leave files, as in the image of a container."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "file"))
+    assert main(["compile", str(BUNDLED), "--arch", "sm_87"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert f"cannot be kept in {tmp_path}/file/cubins" in err and "set CPMRT_CACHE_DIR" in err
 
 
 def cubins() -> set[str]:

@@ -20,7 +20,7 @@ from cpmrt.cuda.build import modules as compiler
 from cpmrt.cuda.build.source import kernels_folder, read_source
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.dtypes import DType
-from cpmrt.errors import KernelCompileError
+from cpmrt.errors import ConfigError, KernelCompileError
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = """#include "outer.cuh"
@@ -135,6 +135,42 @@ def test_a_cache_that_cannot_be_written_is_replaced_with_one_warning(
         warnings.simplefilter("error")
         assert compiler.compile_module("plain.cu", "sm_90", DType.BFLOAT16, {}) == paths[1]
     assert len(fake_nvrtc) == 2
+
+
+def test_what_must_last_is_not_compiled_where_it_cannot_be_kept(
+    sources: Path, fake_nvrtc: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [("scale.cu", {"FACTOR": 1}), ("plain.cu", {})]
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(blocked))
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*blocked.*: Not a directory; set CPMRT_CACHE_DIR"):
+        compiler.compile_all("sm_90", DType.BFLOAT16, wanted, must_last=True)
+    assert fake_nvrtc == []
+
+
+def test_what_must_last_and_is_there_needs_no_folder_that_can_be_written(
+    sources: Path, fake_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    made = compiler.compile_all("sm_90", DType.BFLOAT16, [("plain.cu", {})], must_last=True)
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    assert compiler.compile_all("sm_90", DType.BFLOAT16, [("plain.cu", {})], must_last=True) == made
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        compiler.compile_all("sm_90", DType.BFLOAT16, [("scale.cu", {"FACTOR": 1})], must_last=True)
+
+
+def test_a_disk_that_fills_up_is_an_error_for_what_must_last(
+    sources: Path, fake_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(ConfigError, match="cannot be kept in .*cubins: No space left"):
+        compiler.compile_all("sm_90", DType.BFLOAT16, [("plain.cu", {})], must_last=True)
 
 
 def test_nothing_unfinished_stays_behind(sources: Path, fake_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

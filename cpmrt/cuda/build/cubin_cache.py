@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cpmrt import env
+from cpmrt.errors import ConfigError, reason_of
 
 CUBIN = "cubin"
 _CONTENT_DIGITS = 32
@@ -57,14 +58,34 @@ def _names(target: Path) -> dict[str, list[str]]:
 _listed: dict[Path, tuple[int, dict[str, list[str]]]] = {}
 
 
-def store(key: str, compiler: str, cubin: bytes) -> Path:
-    """Publish a cubin atomically. Where the cache cannot be written, it goes to a folder that dies with the process."""
+def store(key: str, compiler: str, cubin: bytes, *, must_last: bool = False) -> Path:
+    """Publish a cubin atomically. Where the cache cannot be written, it goes to a folder that dies with the process.
+
+    With `must_last` that raises ConfigError instead.
+    """
     name = f"{key}.{compiler}.{_digest(cubin)}.{CUBIN}"
-    target = folder()
+    target = _lasting_folder() if must_last else folder()
     try:
         return _write(target, name, cubin)
     except OSError as error:
+        if must_last:
+            raise _not_kept(target, error) from error
         return _write(_temporary_folder(target, error), name, cubin)
+
+
+def check_writable() -> None:
+    """Raise ConfigError if what is stored now would die with the process."""
+    target = _lasting_folder()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=target).close()
+    except OSError as error:
+        raise _not_kept(target, error) from error
+
+
+def _not_kept(target: Path, error: OSError) -> ConfigError:
+    what = f"compiled kernels cannot be kept in {target}: {reason_of(error)}"
+    return ConfigError(what, fix="set CPMRT_CACHE_DIR to a folder that can be written")
 
 
 def keep(key: str, version: str, content: bytes, kind: str) -> None:
@@ -80,9 +101,13 @@ def folder() -> Path:
 
 def _folders() -> tuple[Path, ...]:
     """Return where cubins are looked for: where new ones go, and a folder that cannot be written."""
-    configured = env.cache_dir() / "cubins"
+    configured = _lasting_folder()
     stand_in = _stand_ins.get(configured)
     return (Path(stand_in.name), configured) if stand_in else (configured,)
+
+
+def _lasting_folder() -> Path:
+    return env.cache_dir() / "cubins"
 
 
 _stand_ins: dict[Path, tempfile.TemporaryDirectory[str]] = {}

@@ -62,14 +62,21 @@ def compile_module(file: str, arch: str, dtype: DType, constants: Constants) -> 
     return build.cached() or build.compile()
 
 
-def compile_all(arch: str, dtype: DType, modules: Iterable[tuple[str, Constants]]) -> list[Path]:
-    """Return the cubins of several (file, constants), compiled side by side. Raises as compile_module does."""
+def compile_all(
+    arch: str, dtype: DType, modules: Iterable[tuple[str, Constants]], *, must_last: bool = False
+) -> list[Path]:
+    """Return the cubins of several (file, constants), compiled side by side. Raises as compile_module does.
+
+    With `must_last` also ConfigError, if those that are missing could not be kept: then none is compiled.
+    """
     # One thread finds what is there faster than many, which wait for Python's lock.
     read = cache(read_source)
     builds = [_Build.of(read(file), arch, dtype, constants) for file, constants in modules]
     cached = [build.cached() for build in builds]
+    if must_last and None in cached:
+        cubin_cache.check_writable()
     with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
-        made = [path or pool.submit(build.compile) for path, build in zip(cached, builds, strict=True)]
+        made = [path or pool.submit(build.compile, must_last) for path, build in zip(cached, builds, strict=True)]
         try:
             return [path if isinstance(path, Path) else path.result() for path in made]
         except BaseException:
@@ -153,9 +160,9 @@ class _Build(NamedTuple):
     def cached(self) -> Path | None:
         return cubin_cache.find(self.key, nvrtc.version())
 
-    def compile(self) -> Path:
+    def compile(self, must_last: bool = False) -> Path:
         cubin, _ = nvrtc.compile_cubin(self.source, self.options)
-        return cubin_cache.store(self.key, nvrtc.version() or "unknown", cubin)
+        return cubin_cache.store(self.key, nvrtc.version() or "unknown", cubin, must_last=must_last)
 
 
 def _capability(arch: str) -> int:
