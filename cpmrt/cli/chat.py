@@ -32,6 +32,7 @@ from cpmrt.cli.multiline import messages
 from cpmrt.cli.output import note, printable
 from cpmrt.cli.prompt_source import decoded
 from cpmrt.cli.remote import RemoteModel
+from cpmrt.server.access import check_key
 
 HINT = '/help lists the commands, """ begins several lines, Ctrl-C ends an answer, Ctrl-D leaves'
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     looks = {"shows_cost": args.stats, "makes_up": args.markdown}
     if args.url is not None:
         _check_nothing_local(args)
-        remote = RemoteModel(args.url, args.api_key or env.api_key(), params, args.thinking, args.allow_special_tokens)
+        remote = RemoteModel(args.url, _api_key(args), params, args.thinking, args.allow_special_tokens)
         return _talk(ChatSession(remote, conversation, StopAtOnce(), **looks))
     if args.api_key is not None:
         raise UsageError("--api-key needs --url; see cpmrt chat --help")
@@ -85,6 +86,14 @@ def run(args: argparse.Namespace) -> int:
             name=args.model or "the bundled model",
         )
         return _talk(ChatSession(local, conversation, interrupt, **looks))
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    """Return the key that the option gives, else that of the environment. Raises ConfigError."""
+    key, source = (args.api_key, "--api-key") if args.api_key else (env.api_key(), "CPMRT_API_KEY")
+    if key is not None:
+        check_key(key, source)
+    return key
 
 
 def _check_nothing_local(args: argparse.Namespace) -> None:

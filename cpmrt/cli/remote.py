@@ -46,13 +46,13 @@ class RemoteModel:
         enable_thinking: bool | None,
         allow_special_tokens: bool = False,
     ):
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError("--url", expected="http://HOST:PORT", actual=quoted(url))
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             self._port = parts.port
         except ValueError as error:
             raise RequestError(f"--url: {error}") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RequestError("--url", expected="http://HOST:PORT", actual=quoted(url))
         if params.grammar_trigger is not None:
             fix = "leave it out, or chat with a model here, without --url"
             raise RequestError("--grammar-trigger cannot be sent to a server, whose API has no field for it", fix=fix)

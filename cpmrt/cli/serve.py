@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from cpmrt.server.service import ServerSettings
 
 _PORT = option_values.integer(0, 2**16 - 1, "a port, 0 to 65535")
+_ORIGIN = re.compile(
+    r"\*|null|https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?|(?!https?:)[a-z][a-z0-9+.-]*://[^/?#@,\s]*"
+)
+_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 _COUNT = option_values.integer(0, 2**20 - 1, "a number of sequences")
 
 
@@ -42,19 +47,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--api-key-file", type=Path, metavar="FILE", help="more keys, one on each line")
     add(
-        "--allowed-host", action="append", default=[], metavar="NAME",
+        "--allowed-host", action="append", type=_name, default=[], metavar="NAME",
         help="a name in the Host header of requests, as proxies send it; may be repeated (default: only loopback ones "
         "where nobody else can connect and there is no key, else any)",
     )  # fmt: skip
     add(
-        "--cors-origin", action="append", default=[], metavar="ORIGIN",
+        "--cors-origin", action="append", type=_origin, default=[], metavar="ORIGIN",
         help="an origin such as https://example.org whose pages may use the API from a browser, or *; may be repeated "
         "(default: none)",
     )  # fmt: skip
     add("--ssl-certfile", type=Path, metavar="FILE", help="serve HTTPS with this certificate and its chain (PEM)")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key, if that is in a file of its own")
     add(
-        "--served-model-name", action="append", default=[], metavar="NAME",
+        "--served-model-name", action="append", type=_name, default=[], metavar="NAME",
         help="what clients call the model; more names may follow with the option repeated (default: its own)",
     )  # fmt: skip
     add("--max-queue", type=_COUNT, default=64, metavar="N", help="sequences that may wait (default: %(default)s)")
@@ -90,23 +95,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    from cpmrt.server.access import check_certificate, read_keys
+    from cpmrt.server.access import check_certificate
     from cpmrt.server.service import ServerSettings
 
     if args.ssl_certfile:
         check_certificate(args.ssl_certfile, args.ssl_keyfile)
     elif args.ssl_keyfile:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
-    if not all(key.strip() for key in args.api_key):
-        raise ConfigError("--api-key is empty", expected="a key", fix="leave it out to ask for none")
-    keys = [*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ())]
     model_name, *aliases = args.served_model_name or [_name_of(args.model)]
     return ServerSettings(
         model_name=model_name,
         aliases=tuple(aliases),
         host=args.host,
         port=args.port,
-        api_keys=tuple(keys) or tuple(filter(None, [env.api_key()])),
+        api_keys=_api_keys(args),
         cors_origins=tuple(args.cors_origin),
         ssl_certfile=args.ssl_certfile,
         ssl_keyfile=args.ssl_keyfile,
@@ -116,6 +118,21 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         log_prompts=args.log_prompts,
         allowed_hosts=tuple(args.allowed_host),
     )
+
+
+def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the keys that the options give, else that of the environment. Raises ConfigError."""
+    from cpmrt.server.access import check_key, read_keys
+
+    if not all(key.strip() for key in args.api_key):
+        raise ConfigError("--api-key is empty", expected="a key", fix="leave it out to ask for none")
+    for key in args.api_key:
+        check_key(key, "--api-key")
+    keys = (*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ()))
+    if not keys and (own := env.api_key()):
+        check_key(own, "CPMRT_API_KEY")
+        keys = (own,)
+    return keys
 
 
 def _name_of(model: str | None) -> str:
@@ -151,3 +168,19 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"expected seconds, got {text!r}")
     return seconds
+
+
+def _name(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"expected a name, got {text!r}")
+    return text
+
+
+def _origin(text: str) -> str:
+    """Parse what the Origin header of a browser can equal, which it is compared with letter by letter."""
+    if not _ORIGIN.fullmatch(text) or _DEFAULT_PORT.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            "expected an origin as browsers send it, such as https://example.org (lower case, no path, no default "
+            f"port), or *, got {text[:100]!r}"
+        )
+    return text

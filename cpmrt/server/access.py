@@ -44,16 +44,31 @@ def _digest(key: bytes) -> bytes:
 def read_keys(path: Path) -> tuple[str, ...]:
     """Read a file with an API key on each line; empty lines and those that begin with # do not count.
 
-    Raises ConfigError if it cannot be read or has no key.
+    Raises ConfigError if it cannot be read, has no key, or one that no header can carry.
     """
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        # Some editors begin a file with a byte order mark, which would become part of the first key.
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--api-key-file {path} cannot be read: {error}") from error
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
     if not keys:
         raise ConfigError(f"--api-key-file {path} is empty", expected="a key on each line")
-    return keys
+    for number, key in keys.items():
+        check_key(key, f"the key in line {number} of --api-key-file {path}")
+    return tuple(keys.values())
+
+
+def check_key(key: str, source: str) -> None:
+    """Raise ConfigError, which says where the key is from but not what it is, if no header can carry it.
+
+    Clients differ in how they encode other characters, if they do at all, and spaces at the ends get lost on the way.
+    """
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise ConfigError(
+            f"{source} cannot be sent in an HTTP header", expected="printable ASCII, without spaces at its ends",
+            fix="choose another key",
+        )  # fmt: skip
 
 
 def check_certificate(certificate: Path, key: Path | None) -> None:

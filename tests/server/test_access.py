@@ -10,7 +10,9 @@ import httpx
 import pytest
 from serving import saying_llm, serving
 
+from cpmrt.cli.arguments import Parser
 from cpmrt.cli.main import main
+from cpmrt.cli.serve import configure
 from cpmrt.errors import ConfigError
 from cpmrt.server.access import ApiKeys, check_certificate, read_keys
 
@@ -70,6 +72,32 @@ def test_keys_of_a_file(tmp_path):
             read_keys(path)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbfabc\r\ndef\r\n")
+    assert read_keys(path) == ("abc", "def")
+
+
+@pytest.mark.parametrize("key", ["ö", "é€", "a\tb", "a\x7f", " key", "key ", "k\udcff"])
+def test_a_key_that_no_header_can_carry_is_refused(key, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("CPMRT_API_KEY", raising=False)
+    serve = ["serve", "/no/model", "--port", "0"]
+    assert main([*serve, "--api-key", "good", "--api-key", key]) == 1
+    wanted = "cannot be sent in an HTTP header: expected printable ASCII, without spaces at its ends"
+    assert f"error: --api-key {wanted}" in capsys.readouterr().err
+    monkeypatch.setenv("CPMRT_API_KEY", key)
+    assert main(serve) == 1
+    assert f"error: CPMRT_API_KEY {wanted}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["ö", "a\tb"])
+def test_a_key_of_a_file_that_no_header_can_carry_is_refused_by_its_line(key, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"# of the office\nabc\n{key}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 3 of --api-key-file .* cannot be sent in an HTTP header"):
+        read_keys(path)
+
+
 @pytest.mark.parametrize("key", ["", " "])
 def test_a_key_that_is_empty_is_refused(key, capsys):
     """Such as that of a variable which is not set: it would let everybody in."""
@@ -96,6 +124,38 @@ def test_pages_of_an_allowed_origin_may_ask_and_read(guarded):
     for headers, status in (({"x-api-key": "first"}, 200), ({}, 401)):
         answer = httpx.get(guarded.url + "/v1/models", headers={"Origin": ORIGIN} | headers)
         assert answer.status_code == status and answer.headers["access-control-allow-origin"] == ORIGIN
+
+
+BROWSERS_SEND = [
+    "https://example.org", "http://localhost:3000", "http://[::1]:8000", "https://xn--bcher-kva.example", "null", "*",
+    "capacitor://localhost", "chrome-extension://abcdefgh", "safari-web-extension://AB-12", "app://.", "file://",
+]  # fmt: skip
+NO_BROWSER_SENDS = [
+    "", "example.org", "localhost:3000", "https://", "https://example.org/", "https://example.org/app",
+    "https://a@example.org", "https://Example.org", "HTTPS://example.org", "https://bücher.example",
+    "https://example.org:443", "http://example.org:80", "https://*.example.org", "https://a.example,https://b.example",
+    "https://a.example https://b.example", " https://example.org", "mailto:x",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("origin", BROWSERS_SEND)
+def test_an_origin_that_browsers_send_is_taken(origin):
+    parser = Parser()
+    configure(parser)
+    assert parser.parse_args(["--cors-origin", origin]).cors_origin == [origin]
+
+
+@pytest.mark.parametrize("origin", NO_BROWSER_SENDS)
+def test_an_origin_that_no_browser_sends_is_refused(origin, capsys):
+    assert main(["serve", "/no/model", "--port", "0", "--cors-origin", origin]) == 2
+    assert "--cors-origin: expected an origin as browsers send it, such as https://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--served-model-name", "--allowed-host"])
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_name_that_is_empty_is_refused(option, name, capsys):
+    assert main(["serve", "/no/model", "--port", "0", option, name]) == 2
+    assert f"{option}: expected a name, got {name!r}" in capsys.readouterr().err
 
 
 def test_other_origins_may_not(guarded, says):

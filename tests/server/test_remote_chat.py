@@ -148,6 +148,8 @@ def test_old_turns_are_dropped_when_the_context_is_full(chat, demo, capsys):
     ("ftp://x", "--url"),
     ("http://127.0.0.1:99999", "--url"),
     ("http://", "--url"),
+    ("http://[bad", "--url: Invalid IPv6 URL"),
+    ("http://a\u2100b", "--url"),
 ])  # fmt: skip
 def test_a_server_that_is_not_there_is_one_line(chat, capsys, url, message):
     assert chat(url, "hi\n") == 1
@@ -187,6 +189,18 @@ def test_a_key_that_the_server_wants(chat, tmp_path, capsys, monkeypatch):
         assert chat(server.url, "hi\n", "--api-key", "sesame") == 0
         monkeypatch.setenv("CPMRT_API_KEY", "sesame")
         assert chat(server.url, "hi\n") == 0 and capsys.readouterr().out == "ok\nok\n"
+
+
+@pytest.mark.parametrize("key", ["ö", "é€", "a\nb"])
+def test_a_key_that_no_header_can_carry_is_refused(chat, capsys, monkeypatch, key):
+    url, wanted = "http://127.0.0.1:1", "cannot be sent in an HTTP header: expected printable ASCII"
+    assert chat(url, "hi\n", "--api-key", key) == 1
+    assert f"error: --api-key {wanted}" in capsys.readouterr().err
+    monkeypatch.setenv("CPMRT_API_KEY", key)
+    assert chat(url, "hi\n") == 1
+    assert f"error: CPMRT_API_KEY {wanted}" in capsys.readouterr().err
+    assert chat(url, "hi\n", "--api-key", "sesame") == 1
+    assert "cannot be reached" in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_the_answer_and_frees_its_slot(chat, tmp_path, capsys):
