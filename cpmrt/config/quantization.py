@@ -90,7 +90,7 @@ def read_quantization(
     another, UnsupportedModelError for another kind of quantisation.
     """
     name = Fields(config, source).first_of("quantization_config", "compression_config")
-    section, beside = config.get(name), f"{source.removesuffix('config.json')}quantize_config.json"
+    section, beside = config.get(name), source.replace("config.json", "quantize_config.json")
     if section is None:
         if quantize_config is None:
             return None

@@ -57,7 +57,8 @@ class ModelFolder:
         generation_source = path / "generation_config.json"
         generation_config = read_json_if_there(generation_source)
         quantize_config = read_json_if_there(path / "quantize_config.json")
-        config = ModelConfig.from_hf(raw_config, generation_config, str(source), quantize_config)
+        named = _named(source, hf_overrides, sparse)
+        config = ModelConfig.from_hf(raw_config, generation_config, named, quantize_config)
         sampling = SamplingDefaults.of_model(generation_config, raw_config, str(generation_source))
         folder = cls(path, raw_config, config, sampling, None if isinstance(found, Path) else found)
         if weights:
@@ -100,6 +101,12 @@ def check_kind(path: Path) -> None:
             actual=listed([quoted(name) for name in sorted(os.listdir(path))]) or "an empty folder",
             fix="name the folder that holds both, a .gguf file or a hub id such as openbmb/MiniCPM4-0.5B",
         )  # fmt: skip
+
+
+def _named(source: Path, overrides: Mapping[str, Any] | None, sparse: SparseSetting) -> str:
+    """Return how messages about the config name it: with what has changed it, as that may be what is wrong."""
+    changes = ["hf_overrides"] * bool(overrides) + ["sparse"] * (isinstance(sparse, Mapping) and bool(sparse))
+    return str(source) + (f" with {' and '.join(changes)}" if changes else "")
 
 
 def _merged(config: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:

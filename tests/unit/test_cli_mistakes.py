@@ -148,6 +148,12 @@ MISTAKES = [
     Mistake("plan that does not fit", ["plan", "M", "--context", "2048", "--gpu-memory", "1MiB"], "2048 tokens"),
     Mistake("plan of nobody", ["plan", "M", "--max-sequences", "0"], "max_sequences: expected an integer"),
     Mistake("override of a wrong type", [*GP, "--hf-overrides", '{"hidden_size": "big"}'], "hidden_size"),
+    Mistake("overridden size", [*GP, "--hf-overrides", '{"vocab_size": "a"}'], "json with hf_overrides: vocab_size"),
+    Mistake("few blocks", [*GP, "--sparse", '{"topk": 0}'], "config.json with sparse: sparse_config: topk: expected"),
+    Mistake(
+        "both change the config", ["plan", "M", "--hf-overrides", '{"hidden_size": 0}', "--sparse", '{"topk": 9}'],
+        "config.json with hf_overrides and sparse: hidden_size: expected",
+    ),
     # The model
     Mistake("no such folder", ["generate", "-m", "M/absent", "x"], "nothing there"),
     Mistake("file for a folder", ["generate", "-m", "M/config.json", "x"], "a folder or a .gguf file, got a file"),
