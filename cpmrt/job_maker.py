@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import count
@@ -67,6 +67,8 @@ class JobMaker:
             )  # fmt: skip
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer", fix="use stop_token_ids")
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", dict(params.logit_bias))
         ids = self.token_ids(prompt)
         end_ids = () if params.ignore_eos else self._end_token_ids()
         seed = params.seed if params.seed is not None else request_seed(self.seed, next(self._numbers))
@@ -286,6 +288,13 @@ class JobMaker:
                 expected = f"an id in [0, {vocab})"
                 raise RequestError(f"prompt: token {index}", expected=expected, actual=quoted(token), fix=fix)
         return tuple(int(token) for token in ids)
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        """Raise RequestError for ids that the model does not have, as those of another tokenizer are."""
+        for token in ids:
+            if token >= self.config.vocab_size:
+                expected = f"ids in [0, {self.config.vocab_size})"
+                raise RequestError(f"SamplingParams.{name}", expected=expected, actual=token)
 
     def _reading(
         self,
