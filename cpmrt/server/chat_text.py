@@ -6,6 +6,7 @@ at the beginning of an answer only: further on these markers are text. `cpmrt.to
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from cpmrt.server.growing_calls import CallDeltas, Delta
@@ -20,7 +21,9 @@ class ChatText:
 
     `thought_end` is the marker that ends the thought which the prompt has opened, None where it has opened none.
     `one_call`: calls after the first are left out. `bound`: a format of which whatever begins a call is one, since a
-    grammar sees to it; their arguments come bit by bit, and if the answer ends within a call they are what is there.
+    grammar sees to it. If the answer ends within such a call, its arguments are what is there; with `objects_only` it
+    is left out unless they are a whole object. `calls_only`: the answer is calls alone, so one that is cut before its
+    name is certain is no text either. `grows`: arguments come bit by bit; the whole message is the same without.
     """
 
     def __init__(
@@ -30,10 +33,15 @@ class ChatText:
         *,
         one_call: bool = False,
         bound: Format | None = None,
+        calls_only: bool = False,
+        objects_only: bool = False,
+        grows: bool = True,
     ):
         self._thinking, self._bound = _ThinkingSplitter(thought_end), bound
+        self._calls_only, self._objects_only, self._grows = calls_only, objects_only, grows
         self._tools = None if schemas is None else CallFinder(schemas)
         self._calls = CallDeltas(one_call=one_call)
+        self._is_cut = False
         self._num_before_text = 0
         """Tokens of pieces that came before any text was certain."""
 
@@ -44,7 +52,8 @@ class ChatText:
 
     @property
     def has_calls(self) -> bool:
-        return self._calls.num_calls > 0
+        """Whether there are calls to make; not if the last one is cut."""
+        return self._calls.num_calls > 0 and not self._is_cut
 
     def push(self, piece: str, num_tokens: int = 0) -> list[Delta]:
         """Return the deltas that this piece of so many tokens completes."""
@@ -55,7 +64,7 @@ class ChatText:
             return [{"content": text}] if text else []
         text, calls = self._tools.push(text) if self._tools and text else (text, [])
         deltas = self._deltas(thoughts, text, calls)
-        if self._tools is not None and self._bound is not None:
+        if self._grows and self._bound is not None and self._tools is not None and not self._tools.is_long:
             deltas += self._calls.growing(self._tools.growing(self._bound))
         return deltas
 
@@ -64,12 +73,17 @@ class ChatText:
         thoughts, text = self._thinking.flush()
         if self._tools is None:
             return self._deltas(thoughts, text, [])
-        before, calls = self._tools.push(text)
-        is_within_call = self._calls.has_begun and not calls
-        after, more = self._tools.flush()
-        if is_within_call and not more:
-            after = ""  # the text of the call, which was said as a call already
-        return self._deltas(thoughts, before + after, [*calls, *more])
+        deltas = self._deltas(thoughts, *self._tools.push(text))
+        cut = self._tools.growing(self._bound) if self._bound is not None else []
+        if not cut and not self._calls_only:
+            return deltas + self._deltas("", *self._tools.flush())
+        whole = self._tools.unclosed()
+        if whole:
+            return deltas + list(self._calls.whole(whole))
+        if self._objects_only:
+            cut = [call for call in cut if _is_whole(call)]
+        self._is_cut = bool(cut) and not _is_whole(cut[-1])
+        return deltas + list(self._calls.growing(cut))
 
     def _deltas(self, thoughts: str, text: str, calls: list[Call]) -> list[Delta]:
         deltas: list[Delta] = []
@@ -79,6 +93,15 @@ class ChatText:
             deltas.append({"content": text})
         deltas += self._calls.whole(calls)
         return deltas
+
+
+def _is_whole(call: Call) -> bool:
+    """Tell whether the arguments of a call are JSON already."""
+    try:
+        json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class Message:

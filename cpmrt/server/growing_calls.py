@@ -22,11 +22,6 @@ class CallDeltas:
         self._begun: deque[tuple[int, int]] = deque()
         """Calls of the open block that were begun: the number of each, and the length of its arguments so far."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a call was begun that is not whole yet."""
-        return bool(self._begun)
-
     def whole(self, calls: list[Call]) -> Iterator[Delta]:
         """Yield what is still to be said of calls that have come to their end."""
         for call in calls:

@@ -10,7 +10,7 @@ from cpmrt.server.chat_text import ChatText
 from cpmrt.server.errors import naming
 from cpmrt.server.messages_answer import MessagesFormat
 from cpmrt.server.messages_request import TOOL_NAMES, Conversation, read_conversation, read_settings
-from cpmrt.server.service import Prepared, Service, calling, check_tools, choices_of
+from cpmrt.server.service import Prepared, Service, bound_format, calling, check_tools, choices_of
 from cpmrt.server.tokenizing import needed
 from cpmrt.text.markers import ANSWER_MARKERS, marker_ids
 from cpmrt.text.thinking import opened_thought
@@ -27,7 +27,11 @@ def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:
             llm, read_settings(body), conversation.tools, conversation.called, one_call=conversation.one_call
         )  # fmt: skip
     schemas = schemas_of(conversation.tools) if conversation.tools else None
-    text = ChatText(opened_thought(llm.tokenizer, ids), schemas, one_call=conversation.one_call)
+    text = ChatText(
+        opened_thought(llm.tokenizer, ids), schemas, one_call=conversation.one_call,
+        bound=bound_format(llm, wanted, conversation.called), calls_only=bool(conversation.called),
+        objects_only=True, grows=False,
+    )  # fmt: skip
     message_id = f"msg_{secrets.token_hex(12)}"
     answer = MessagesFormat(message_id, settings.model_name, text, len(ids))
     return Prepared(message_id, choices_of(llm, ids, wanted), wanted, answer, marker_ids(llm.tokenizer))

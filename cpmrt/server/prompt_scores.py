@@ -53,8 +53,7 @@ class PromptScores:
             self._reading = reading = Reading(len(prompt.token_ids), _Work(self._llm, prompt))
             self._llm.shared.run([reading])
             for writer in prompt.writers if reading.result is not None else ():
-                writer.add_unscored(prompt.token_ids[0])
-                writer.add(reading.result)
+                writer.add_prompt(reading.result)
 
     def cancel(self) -> None:
         """End soon, with nothing more given."""

@@ -38,6 +38,7 @@ from cpmrt.text.markers import marker_ids
 from cpmrt.text.streaming import stop_automaton
 from cpmrt.text.thinking import opened_thought
 from cpmrt.tool_use.calls import schemas_of
+from cpmrt.tool_use.formats import Format
 from cpmrt.tool_use.grammars import format_of
 
 T = TypeVar("T")
@@ -168,11 +169,12 @@ class Service:
         requests = choices_of(llm, ids, wanted)
         thought_end = opened_thought(llm.tokenizer, ids)
         schemas = schemas_of(chat.tools) if chat.tools else None
-        # Whole answers keep an unfinished call as the text that it is.
-        is_bound = wanted.streams and (chat.called or wanted.sampling.grammar_trigger is not None)
-        bound = format_of(llm.chat_template) if is_bound else None
-        texts = [ChatText(thought_end, schemas, one_call=chat.one_call, bound=bound) for _ in range(wanted.num_choices)]
-        return wanted, requests, texts
+        bound = bound_format(llm, wanted, chat.called)
+        make_text = partial(
+            ChatText, thought_end, schemas, one_call=chat.one_call, bound=bound, calls_only=bool(chat.called),
+            grows=wanted.streams,
+        )  # fmt: skip
+        return wanted, requests, [make_text() for _ in range(wanted.num_choices)]
 
     def prepare_completion(self, body: dict[str, Any]) -> Prepared:
         """Check a completion and tokenize its prompts. Raises ApiError, CpmrtError."""
@@ -192,7 +194,10 @@ class Service:
             # With an echo every token has its place in the lists, end tokens too: clients count them.
             end_ids = frozenset() if completion.echo else frozenset(requests[0].stop_token_ids)
             tokens = TokenTexts(llm.tokenizer)
-            logprobs = [CompletionLogprobs(tokens, end_ids, wanted.logprobs) for _ in echoes]
+            logprobs = [
+                CompletionLogprobs(tokens, end_ids, wanted.logprobs, request.prompt_ids, echo)
+                for request, echo in zip(requests, echoes, strict=True)
+            ]
             scored = _scored(llm, requests, wanted, logprobs) if completion.echo else []
         kept, tried = completion.num_kept, wanted.num_choices
         answer = CompletionAnswer(echoes, logprobs) if kept == tried else BestOf(kept, tried, echoes, logprobs)
@@ -268,6 +273,12 @@ def calling(
     """Have an answer call one of the tools named `called`, if any, as `JobMaker.calling` does. Raises RequestError."""
     with naming(wanted.form_names):
         return replace(wanted, sampling=llm.maker.calling(wanted.sampling, tools, called, one_call=one_call))
+
+
+def bound_format(llm: LLM, wanted: Wanted, called: Sequence[str]) -> Format | None:
+    """Return the format of the calls that a grammar sees to under the settings of `calling`, None if none does."""
+    is_bound = called or wanted.sampling.grammar_trigger is not None
+    return format_of(llm.chat_template) if is_bound else None
 
 
 def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0) -> list[EngineRequest]:

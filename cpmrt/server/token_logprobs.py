@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from cpmrt.executor import TokenLogprobs
 from cpmrt.text import Tokenizer
+from cpmrt.text.streaming import Detokenizer
 
 _LOWEST = -9999.0
 """The number that the API writes for minus infinity, which JSON lacks."""
@@ -15,10 +16,13 @@ _BLOCK = 256
 
 
 class TokenText(NamedTuple):
-    """A token as answers name it: its text in JSON, the length of that text, and its entry in a chat up to a number."""
+    """A token as answers name it: its text in JSON, and its entry in a chat up to a number.
+
+    `special` is the text of a special token, which texts leave out; "" for any other.
+    """
 
     json: str
-    length: int
+    special: str
     entry: str
 
 
@@ -35,13 +39,18 @@ class TokenTexts:
             known = self._known[token_id] = self._read(token_id)
         return known
 
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer | None:
+        """Return what makes the text behind these tokens, None without a tokenizer."""
+        return Detokenizer(self._tokenizer, prompt_ids) if self._tokenizer is not None else None
+
     def _read(self, token_id: int) -> TokenText:
-        text, raw = f"token_id:{token_id}", b""
+        text, raw, special = f"token_id:{token_id}", b"", ""
         if self._tokenizer is not None:
             raw = self._tokenizer.token_bytes(token_id) or self._tokenizer.written_bytes(token_id)
             text = raw.decode("utf-8", "replace")
+            special = text if token_id in self._tokenizer.special_ids else ""
         written = json.dumps(text, ensure_ascii=False)
-        return TokenText(written, len(text), f'{{"token":{written},"bytes":{json.dumps(list(raw))},"logprob":')
+        return TokenText(written, special, f'{{"token":{written},"bytes":{json.dumps(list(raw))},"logprob":')
 
 
 class ChoiceLogprobs(Protocol):
@@ -100,12 +109,19 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Writes the log-probabilities of a completion's choice, made like `ChatLogprobs`."""
+    """Writes the log-probabilities of a completion's choice, made like `ChatLogprobs`.
 
-    def __init__(self, texts: TokenTexts, end_ids: frozenset[int], count: int):
+    The choice follows `prompt_ids`; `echo` is their text if the choice begins with it.
+    """
+
+    def __init__(
+        self, texts: TokenTexts, end_ids: frozenset[int], count: int, prompt_ids: Sequence[int] = (), echo: str = ""
+    ):
         self._texts, self._end_ids, self._count = texts, end_ids, count
-        self._offset = 0
-        """The characters of all texts so far."""
+        self._prompt_ids, self._echo = prompt_ids, echo
+        self._offset = len(echo)
+        """The characters of the choice's text so far."""
+        self._detokenizer = texts.detokenizer(prompt_ids)
         self._tokens, self._numbers, self._tops, self._offsets = (_Entries() for _ in range(4))
 
     def add(self, logprobs: Iterable[TokenLogprobs]) -> None:
@@ -113,9 +129,13 @@ class CompletionLogprobs:
             if entry.token_id not in self._end_ids:
                 self._append(entry.token_id, _number(entry.logprob), self._top(entry) if self._count else "")
 
-    def add_unscored(self, token_id: int) -> None:
-        """Add the first token of a prompt, which nothing comes before: it has no log-probability."""
-        self._append(token_id, "null", "null")
+    def add_prompt(self, logprobs: Iterable[TokenLogprobs]) -> None:
+        """Add the tokens of the prompt. Nothing comes before the first, so it has no log-probability."""
+        following, self._detokenizer = self._detokenizer, self._texts.detokenizer()
+        self._offset = 0
+        self._append(self._prompt_ids[0], "null", "null")
+        self.add(logprobs)
+        self._offset, self._detokenizer = len(self._echo), following
 
     def take(self) -> list[str]:
         tops = ["[", *self._tops.take(), "]"] if self._count else ["null"]
@@ -129,13 +149,19 @@ class CompletionLogprobs:
         self._tokens.append(text.json)
         self._numbers.append(number)
         self._offsets.append(str(self._offset))
-        self._offset += text.length
+        self._offset += self._added(token_id, text.special)
         if self._count:
             self._tops.append(top)
 
+    def _added(self, token_id: int, special: str) -> int:
+        """Return how many characters the text grows by; a special token is in it only if the prompt was so written."""
+        if special:
+            return len(special) if self._echo.startswith(special, self._offset) else 0
+        return len(self._detokenizer.push((token_id,))) if self._detokenizer is not None else 0
+
     def _top(self, entry: TokenLogprobs) -> str:
-        # Tokens of the same text are one name: the likeliest stays.
-        tokens = reversed(entry.top[: self._count])
+        # The token that was taken is always there. Tokens of the same text are one name: the likeliest stays.
+        tokens = [(entry.token_id, entry.logprob), *reversed(entry.top[: self._count])]
         best = {self._texts.of(token).json: _number(logprob) for token, logprob in tokens}
         return "{" + ",".join([f"{text}:{number}" for text, number in best.items()]) + "}"
 

@@ -7,7 +7,7 @@ import re
 from cpmrt.text.markers import THINKING_PAIRS, held_back
 from cpmrt.tool_use.calls import Call, Schemas
 from cpmrt.tool_use.formats import FORMATS, MAX_CALL_CHARACTERS, EndFinder, Format
-from cpmrt.tool_use.growing import growing_calls
+from cpmrt.tool_use.growing import MAX_GROWING, growing_calls
 
 _STARTS = {form.start: form for form in FORMATS}
 _ANY_START = re.compile("|".join(map(re.escape, _STARTS)))
@@ -31,9 +31,21 @@ class CallFinder:
         self._has_calls = False
         self._skips_quoted = True
 
+    @property
+    def is_long(self) -> bool:
+        """Whether the open block has become too long to be read again and again."""
+        return self._form is not None and len(self._held) > MAX_GROWING
+
     def growing(self, form: Format) -> list[Call]:
         """Return the calls in the open block, if it is of this format, as far as their arguments are certain."""
         return growing_calls(form, self._held, self._schemas) if self._form is form else []
+
+    def unclosed(self) -> list[Call]:
+        """Return the calls in the open block if nothing but its end is missing; models end their turn instead."""
+        calls = list[Call]()
+        if self._form is not None:
+            self._read(self._form, self._held, calls)
+        return calls
 
     def push(self, piece: str) -> tuple[str, list[Call]]:
         """Return the text and the calls that this piece completes."""

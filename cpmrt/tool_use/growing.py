@@ -29,7 +29,7 @@ _BEHIND = frozenset(" \n,)}")
 """What may come behind a value; behind a number anything else may be more of it."""
 _DECODER = json.JSONDecoder()
 MAX_GROWING = 2**15
-"""The most characters of a block that is read before it is whole."""
+"""The most characters of a block that is read again and again while it grows: longer ones would take long."""
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 
 
@@ -41,12 +41,7 @@ class _Value(NamedTuple):
 
 
 def growing_calls(form: Format, text: str, schemas: Schemas) -> list[Call]:
-    """Return the calls in the text of an open block of this format; the arguments of the last may go on.
-
-    They grow no more where the text is so long that reading it again and again would take long.
-    """
-    if len(text) > MAX_GROWING:
-        return []
+    """Return the calls in the text of an open block of this format; the arguments of the last may go on."""
     return list(_READERS[form.start](text, schemas))
 
 

@@ -43,8 +43,9 @@ def test_they_are_those_of_the_model(demo, llm):
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     rows = expected(llm, ids)
     np.testing.assert_allclose(logprobs["token_logprobs"][1:], rows[np.arange(len(ids) - 1), ids[1:]], atol=1e-4)
-    for row, top in zip(rows, logprobs["top_logprobs"][1:], strict=False):
-        assert sorted(top.values(), reverse=True) == pytest.approx(np.sort(row)[::-1][: len(top)], abs=1e-4)
+    for row, top, own in zip(rows, logprobs["top_logprobs"][1:], logprobs["tokens"][1:], strict=False):
+        best = sorted(top.values(), reverse=True)[:3]
+        assert best == pytest.approx(np.sort(row)[::-1][: len(best)], abs=1e-4) and own in top
         best = llm.tokenizer.token_bytes(int(row.argmax())) or llm.tokenizer.written_bytes(int(row.argmax()))
         assert max(top, key=top.get) == best.decode("utf-8", "replace")
 
@@ -58,9 +59,27 @@ def test_new_tokens_follow_those_of_the_prompt(demo, llm):
     assert all(value == max(top.values()) for value, top in zip(
         logprobs["token_logprobs"][len(ids):], logprobs["top_logprobs"][len(ids):], strict=True
     ))  # fmt: skip
-    lengths = [len(token) for token in logprobs["tokens"]]
-    assert logprobs["text_offset"] == [sum(lengths[:index]) for index in range(len(lengths))]
+    text, tokens = answer["choices"][0]["text"], logprobs["tokens"]
+    assert tokens[0] == "<s>" and logprobs["text_offset"][:2] == [0, 0], "BOS is no part of the text"
+    special = [token for token in tokens if token in ("<s>", "</s>")]
+    assert text.startswith(PROMPT) and "".join(token for token in tokens if token not in special) == text
+    for token, at in zip(tokens, logprobs["text_offset"], strict=True):
+        assert token in special or text.startswith(token, at)
     assert answer["usage"]["prompt_tokens"] == len(ids) and answer["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("prompt", ["a", "x = \"日本\" 😀\n", " a", "<s>a", "a</s>b"])
+def test_offsets_are_places_in_the_text(demo, llm, prompt, as_ids):
+    ids = llm.tokenizer.encode(prompt)
+    (choice,) = ask(demo, prompt=ids if as_ids else prompt, max_tokens=3, temperature=0, ignore_eos=True)["choices"]
+    text, logprobs = choice["text"], choice["logprobs"]
+    offsets, tokens = logprobs["text_offset"], logprobs["tokens"]
+    assert offsets[0] == 0 and offsets == sorted(offsets) and len(offsets) == len(tokens) == len(ids) + 3
+    for token, at, following in zip(tokens, offsets, [*offsets[1:], len(text)], strict=True):
+        assert text[at:following] == token or following == at or "\ufffd" in token
+    echoed = llm.tokenizer.decode(ids) if as_ids else prompt
+    assert offsets[len(ids)] == len(echoed)
 
 
 def test_an_end_token_has_its_place_too(says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 
@@ -66,13 +67,27 @@ def test_of_a_completion(tokenizer, entries, count):
     logprobs.add(entries)
     kept = [entry for entry in entries if entry.token_id != END]
     texts = [text_of(tokenizer, entry.token_id) for entry in kept]
-    tops = [{text_of(tokenizer, token): max(lp, -9999.0) for token, lp in entry.top[:count][::-1]} for entry in kept]
+    tops = []
+    for entry in kept:
+        likely = sorted(entry.top[:count], key=lambda pair: -entry.top.index(pair))
+        tops.append({
+            text_of(tokenizer, token): max(lp, -9999.0) for token, lp in [(entry.token_id, entry.logprob), *likely]
+        })  # fmt: skip
+    raw = [tokenizer.token_bytes(entry.token_id) for entry in kept]
+    complete = [codecs.getincrementaldecoder("utf-8")("replace").decode(b"".join(raw[:at])) for at in range(len(raw))]
     assert parsed(logprobs.take()) == {
         "tokens": texts,
         "token_logprobs": [max(entry.logprob, -9999.0) for entry in kept],
         "top_logprobs": tops if count else None,
-        "text_offset": [len("".join(texts[:index])) for index in range(len(texts))],
+        "text_offset": [len(text) for text in complete],
     }
+
+
+def test_the_token_that_was_taken_is_always_among_the_top(tokenizer):
+    logprobs = CompletionLogprobs(TokenTexts(tokenizer), frozenset(), 2)
+    logprobs.add([TokenLogprobs(70, -5.0, ((71, -0.5), (72, -1.5), (73, -2.5)))])
+    expected = {text_of(tokenizer, token): logprob for token, logprob in ((71, -0.5), (72, -1.5), (70, -5.0))}
+    assert parsed(logprobs.take())["top_logprobs"] == [expected]
 
 
 def test_without_a_tokenizer_tokens_are_numbers():

@@ -73,6 +73,62 @@ def test_calls_are_streamed(client):
     assert (name, arguments, reason) == (whole.name, whole.arguments, "tool_calls") and pieces > 1
 
 
+def streamed(client, **fields):
+    """Return what the deltas of a stream make: the content, the calls, and why it ended."""
+    content, calls, reason = "", [], None
+    for chunk in asked(client, stream=True, **fields):
+        (choice,) = chunk.choices
+        content, reason = content + (choice.delta.content or ""), choice.finish_reason or reason
+        for part in choice.delta.tool_calls or ():
+            if part.id:
+                calls.append([part.function.name, ""])
+            calls[part.index][1] += part.function.arguments or ""
+    return content, calls, reason
+
+
+@pytest.mark.parametrize("limit", [2, 8, 20, 32, 48, 70])
+def test_a_cut_answer_has_no_markup(client, limit):
+    fields = {"tool_choice": "required", "max_tokens": limit}
+    (choice,) = asked(client, **fields).choices
+    calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()]
+    assert choice.finish_reason == "length" and not choice.message.content
+    assert streamed(client, **fields) == ("", calls, "length")
+    assert {name for name, _ in calls} <= set(SCHEMAS) and (calls or limit < 32)
+
+
+def test_a_call_that_a_stop_string_cuts_is_none_to_make(client):
+    fields = {"tool_choice": "required", "stop": ["city"]}
+    (choice,) = asked(client, **fields).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "stop" and call.function.arguments == "{"
+    assert streamed(client, **fields) == ("", [[call.function.name, "{"]], "stop")
+
+
+@pytest.mark.parametrize("limit", [2, 20, 48])
+def test_cut_responses_have_no_markup(client, limit):
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    fields = {"model": "demo", "input": "Weather?", "tools": tools, "tool_choice": "required"}
+    whole = client.responses.create(**fields, max_output_tokens=limit)
+    (*_, last) = client.responses.create(**fields, max_output_tokens=limit, stream=True)
+    for answer in (whole, last.response):
+        assert answer.status == "incomplete" and all(item.type == "function_call" for item in answer.output)
+    assert [item.arguments for item in whole.output] == [item.arguments for item in last.response.output]
+
+
+@pytest.mark.parametrize("limit", [2, 20, 32, 48, 70])
+def test_cut_messages_have_whole_calls_alone(server, limit):
+    client = anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
+    tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
+    fields = {"model": "demo", "messages": [{"role": "user", "content": "?"}], "tools": tools, "max_tokens": limit}
+    whole = client.messages.create(**fields, tool_choice={"type": "any"})
+    with client.messages.stream(**fields, tool_choice={"type": "any"}) as stream:
+        last = stream.get_final_message()
+    for answer in (whole, last):
+        assert answer.stop_reason == "max_tokens" and all(block.type == "tool_use" for block in answer.content)
+        assert all(isinstance(block.input, dict) and "city" in block.input for block in answer.content)
+    assert [block.input for block in whole.content] == [block.input for block in last.content]
+
+
 def test_messages_of_anthropic(server):
     client = anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
     tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]

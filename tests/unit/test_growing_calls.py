@@ -117,6 +117,58 @@ def test_an_answer_that_ends_within_a_call_has_what_is_there(form):
     assert not joined(deltas_of(cut, 1))[0], "without a grammar it is text"
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+@given(calls=CALLS, seed=st.integers(0, 99), place=st.floats(0, 1), is_called=st.booleans())
+def test_a_cut_answer_is_the_same_in_a_stream_and_whole(form, calls, seed, place, is_called):
+    text = written(form, calls, False)
+    text = text[: round(place * len(text))]
+    streamed = joined(deltas_of(text, seed, bound=form, calls_only=is_called))[:3]
+    assert joined(deltas_of(text, seed, bound=form, calls_only=is_called, grows=False))[:3] == streamed
+    names, arguments, said = streamed
+    assert names == [name for name, _ in calls][: len(names)]
+    assert not (is_called and said)
+    for each, (_, values) in zip(arguments[:-1], calls, strict=False):
+        assert json.loads(each) == values
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+def test_a_call_that_is_cut_before_its_name_is_text_unless_a_call_is_wanted(form):
+    text = written(form, [("write", {"count": 5})], False)
+    for end in (1, len(form.start), text.index("write") + 3):
+        assert joined(deltas_of(text[:end], 1, bound=form))[:3] == ([], [], text[:end])
+        assert joined(deltas_of(text[:end], 1, bound=form, calls_only=True))[:3] == ([], [], "")
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+def test_where_calls_must_be_objects_a_cut_one_is_left_out(form):
+    """Its text is not shown either: it is a call."""
+    calls = [("read", {"count": 1}), ("write", {"code": "0123456789"})]
+    text = written(form, calls, False)
+    settings = {"bound": form, "grows": False, "objects_only": True}
+    assert joined(deltas_of(text[: text.index("456")], 1, **settings))[:3] == (["read"], ['{"count": 1}'], "")
+    assert joined(deltas_of(text, 1, **settings))[0] == ["read", "write"]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+def test_quoted_markers_of_a_cut_call_begin_no_other(form):
+    inner = written(form, [("read", {"count": 1})], False)
+    text = written(form, [("write", {"code": f"{form.end}{inner} and more"})], False)
+    for settings in ({}, {"calls_only": True}, {"grows": False}):
+        names, (arguments,), said, _ = joined(deltas_of(text[: text.index(" and")], 2, bound=form, **settings))
+        assert names == ["write"] and arguments.startswith('{"code": "') and not said, settings
+
+
+def test_a_long_call_is_one_call_wherever_it_ends():
+    values = {"code": "x" * (MAX_GROWING + 50)}
+    text = written(HERMES, [("write", values)], False)
+    for end in (len(text), len(text) - 40):
+        pieces = [text[:100], *(text[at : min(at + 999, end)] for at in range(100, end, 999))]
+        chat = ChatText(None, SCHEMAS, bound=HERMES)
+        names, arguments, said, _ = joined([delta for piece in pieces for delta in chat.push(piece)] + chat.flush())
+        assert names == ["write"] and not said and json.dumps(values).startswith(arguments[0])
+        assert len(arguments[0]) > MAX_GROWING
+
+
 def test_one_call_leaves_out_the_others():
     text = written(HERMES, [("write", {"count": 1}), ("read", {"count": 2})], False)
     assert joined(deltas_of(text, 2, bound=HERMES, one_call=True))[:2] == (["write"], ['{"count": 1}'])
@@ -128,7 +180,9 @@ def test_blocks_of_other_formats_are_read_when_they_are_whole():
 
 
 def test_a_block_that_is_too_long_grows_no_more():
-    assert growing_calls(HERMES, '{"name": "write", "arguments": {"code": "' + "x" * MAX_GROWING, SCHEMAS) == []
+    chat = ChatText(None, SCHEMAS, bound=HERMES)
+    assert chat.push('<tool_call>{"name": "write", "arguments": {"code": "' + "x" * (MAX_GROWING - 99))
+    assert chat.push("x" * 99) == chat.push("x") == []
 
 
 def test_a_parameter_of_any_value_grows_too():
