@@ -5,7 +5,7 @@
 | `response_format` | OpenAI |
 | `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar` | vLLM |
 | `structured_outputs` with `json`, `regex`, `choice`, `grammar` or `json_object` | vLLM |
-| `json_schema`, `grammar`; `regex`, `ebnf` | llama.cpp; SGLang |
+| `json_schema`, `grammar`, a `schema` of `response_format`; `regex`, `ebnf` | llama.cpp; SGLang |
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _response_format(fields: Fields) -> dict[str, tuple[str, Any]]:
     if wanted is None or kind == "text":
         return {}
     if kind == "json_object":
-        return {"response_format": ("json_schema", _ANY_OBJECT)}
+        schema = wanted.mapping("schema")  # as llama.cpp has it
+        name = wanted.name("schema") if schema else "response_format"
+        return {name: ("json_schema", schema or _ANY_OBJECT)}
     if kind != "json_schema":
         raise invalid("response_format.type", f"expected text, json_object or json_schema, got {shown(kind)}")
     described = wanted.object("json_schema")

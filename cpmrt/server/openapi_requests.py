@@ -61,7 +61,8 @@ _SHARED: Schema = {
         "description": "What the answer must look like",
         "anyOf": [
             NULL,
-            object_of({"type": {"enum": ["text", "json_object"]}}),
+            object_of({"type": {"const": "text"}}),
+            object_of({"type": {"const": "json_object"}}, {"schema": optional("object")}),
             object_of({"type": {"const": "json_schema"}, "json_schema": object_of({"schema": {"type": "object"}})}),
         ],
     },
@@ -84,9 +85,7 @@ _SHARED: Schema = {
         "anyOf": [optional("string", minLength=1), array({"type": "string", "minLength": 1}, maxItems=MAX_STOP)],
         "description": f"At most {MAX_STOP_BYTES} bytes together",
     },
-    "stop_token_ids": optional(
-        "array", items={"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, maxItems=MAX_STOP_TOKEN_IDS
-    ),
+    "stop_token_ids": optional("array", items=ref("TokenId"), maxItems=MAX_STOP_TOKEN_IDS),
     "ignore_eos": optional("boolean", default=False),
     "seed": optional("integer", minimum=-_HIGHEST, maximum=_HIGHEST),
     "stream": optional("boolean", default=False),
@@ -107,7 +106,8 @@ def request_schemas() -> Schema:
     tokenize = {
         "prompt": optional("string"),
         "content": optional("string"),
-        "add_special_tokens": optional("boolean", default=True),
+        **{name: optional("boolean") for name in ("add_special_tokens", "add_special")},
+        "parse_special": optional("boolean", default=True),
         "messages": {"anyOf": [NULL, messages]},
         "add_generation_prompt": optional("boolean", default=True),
         "return_token_strs": optional("boolean", default=False),
@@ -136,7 +136,7 @@ def request_schemas() -> Schema:
         "TokenizeRequest": object_of(
             {}, tokenize, [either({"prompt": STRING}, {"content": STRING}, {"messages": messages}), tool_choice]
         ),
-        "DetokenizeRequest": object_of({"tokens": array({"type": "integer", "minimum": 0, "maximum": 2**32 - 1})}),
+        "DetokenizeRequest": object_of({"tokens": array(ref("TokenId"))}),
     }
 
 
@@ -233,6 +233,8 @@ def _responses_fields() -> Schema:
             ]
         },
         "parallel_tool_calls": optional("boolean", default=True),
+        "truncation": {"enum": ["disabled", None]},
+        "include": optional("array", items={"not": {"const": "message.output_text.logprobs"}}),
         "text": {"anyOf": [NULL, object_of({}, {"format": {"anyOf": form}})]},
         "reasoning": {"anyOf": [NULL, object_of({}, {"effort": {"enum": [*REASONING_EFFORTS, None]}})]},
     }

@@ -15,13 +15,15 @@ _SAME = (
     "frequency_penalty", "seed", "chat_template_kwargs", "max_thinking_tokens", "loop_repeats", "loop_penalty",
 )  # fmt: skip
 """Fields that chats have under the same names."""
+_USE_CHATS = "use /v1/chat/completions"
 _UNSUPPORTED = {
     "previous_response_id": "send the whole conversation as input: this server keeps none",
     "conversation": "send the whole conversation as input: this server keeps none",
     "prompt": "send the text itself",
     "max_tool_calls": "use parallel_tool_calls",
-    "top_logprobs": "use /v1/chat/completions",
+    "top_logprobs": _USE_CHATS,
 }
+_REFUSED = {**REFUSED, "truncation": (("disabled",), "shorten the input")}
 CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -36,12 +38,14 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the chat that a request asks for. Raises ApiError 400."""
     fields = Fields(body)
-    check_unused(fields, REFUSED)
+    check_unused(fields, _REFUSED)
     for name, instead in _UNSUPPORTED.items():
         if fields.raw(name) is not None:
             raise unsupported(name, instead)
     if fields.boolean("background"):
         raise unsupported("background", "wait for the answer, or stream it")
+    if "message.output_text.logprobs" in (fields.array("include") or []):
+        raise unsupported("include", _USE_CHATS)
     chat = {name: body[name] for name in _SAME if name in body}
     chat["messages"] = _messages(fields)
     chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.array("tools") or [])] or None

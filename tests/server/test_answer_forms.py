@@ -37,6 +37,7 @@ OF_JSON = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}},
     {"guided_json": SCHEMA}, {"guided_json": json.dumps(SCHEMA)}, {"structured_outputs": {"json": SCHEMA}},
     {"json_schema": SCHEMA}, {"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"},
+    {"response_format": {"type": "json_object", "schema": SCHEMA}},
 ]  # fmt: skip
 OF_OTHERS = [
     ({"guided_regex": "[a-f]{3}"}, "[a-f]{3}"), ({"structured_outputs": {"regex": "[xy]z"}}, "[xy]z"),
@@ -58,7 +59,10 @@ def test_answers_obey_expressions_choices_and_grammars(demo, fields, regex):
 
 
 def test_any_object(demo):
-    for fields in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+    for fields in (
+        {"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_object", "schema": {}}},
+        {"structured_outputs": {"json_object": True}},
+    ):  # fmt: skip
         answer = demo.client.post("/v1/completions", json={"prompt": "{", **SAMPLED, **fields}).json()["choices"][0]
         assert answer["text"].startswith("{")
         assert answer["finish_reason"] == "length" or isinstance(json.loads(answer["text"]), dict)
@@ -95,6 +99,8 @@ REFUSED = [
     ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_object", "schema": 5}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", **UNSUPPORTED}}, "response_format.schema"),
     ({"response_format": {"type": "json_schema", "json_schema": UNSUPPORTED}}, "response_format.json_schema.schema"),
     ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"), ({"guided_json": '{"$ref": "#"}'}, "guided_json"),
     ({"guided_json": "no json"}, "guided_json"), ({"guided_regex": "a" * 300_000}, "guided_regex"),

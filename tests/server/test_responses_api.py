@@ -107,11 +107,18 @@ def test_tokens_of_thoughts_are_counted(client, said, count):
     ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
     ({"input": [{"role": "me", "content": "x"}]}, "input[0].role"),
     ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
-    ({"tools": [{"type": "function", "name": 5}]}, "tools[0]"),
+    ({"tools": [{"type": "function", "name": 5}]}, "tools[0]"), ({"truncation": "auto"}, "truncation"),
+    ({"include": ["message.output_text.logprobs"]}, "include"), ({"include": "all"}, "include"),
 ], ids=str)  # fmt: skip
 def test_what_is_refused(says, fields, param):
     answer = says.client.post("/v1/responses", json={"input": "x", **fields})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_what_asks_for_nothing_is_taken(says):
+    fields = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
+    for each in (fields, {"truncation": None, "include": None}, {"include": []}):
+        assert says.client.post("/v1/responses", json={"input": "x", **each}).status_code == 200
 
 
 class Weather(BaseModel):
