@@ -32,6 +32,7 @@ _PORT = option_values.integer(0, 2**16 - 1, "a port, 0 to 65535")
 _ORIGIN = re.compile(
     r"\*|null|https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?|(?!https?:)[a-z][a-z0-9+.-]*://[^/?#@,\s]*"
 )
+_HOST = re.compile(r"[A-Za-z0-9._-]+|(?=.*:.*:)([0-9A-Fa-f:.]+|\[[0-9A-Fa-f:.]+\])")
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 _COUNT = option_values.integer(0, 2**20 - 1, "a number of sequences")
 
@@ -47,7 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--api-key-file", type=Path, metavar="FILE", help="more keys, one on each line")
     add(
-        "--allowed-host", action="append", type=_name, default=[], metavar="NAME",
+        "--allowed-host", action="append", type=_host, default=[], metavar="NAME",
         help="a name in the Host header of requests, as proxies send it; may be repeated (default: only loopback ones "
         "where nobody else can connect and there is no key, else any)",
     )  # fmt: skip
@@ -173,6 +174,13 @@ def _seconds(text: str) -> float:
 def _name(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError(f"expected a name, got {text!r}")
+    return text
+
+
+def _host(text: str) -> str:
+    """Parse what the Host header of a request can name, which is compared without its port."""
+    if not _HOST.fullmatch(_name(text)):
+        raise argparse.ArgumentTypeError(f"expected a name or an address alone, got {text[:100]!r}")
     return text
 
 

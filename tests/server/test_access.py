@@ -158,6 +158,20 @@ def test_a_name_that_is_empty_is_refused(option, name, capsys):
     assert f"{option}: expected a name, got {name!r}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["a.org:8000", "ab:80", "https://a.org", "a.org/x", "*.a.org", "[::1]:80", "[::1"])
+def test_a_host_that_no_request_can_mean_is_refused(name, capsys):
+    """A header is compared without its port, and letter by letter."""
+    assert main(["serve", "/no/model", "--port", "0", "--allowed-host", name]) == 2
+    assert f"--allowed-host: expected a name or an address alone, got {name!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["example.org", "Example.org.", "my_box", "10.0.0.7", "fe80::1", "[fe80::1]"])
+def test_a_host_that_requests_can_mean_is_taken(name):
+    parser = Parser()
+    configure(parser)
+    assert parser.parse_args(["--allowed-host", name]).allowed_host == [name]
+
+
 def test_other_origins_may_not(guarded, says):
     asking = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
     assert httpx.options(guarded.url + "/v1/chat/completions", headers=asking).status_code == 400
