@@ -316,11 +316,12 @@ def close_thought(seq: Sequence) -> SlotResult:
 def readmit(seq: Sequence, limits: ExecutorLimits) -> Admit:
     """Return the step by which the slot of a paused sequence takes it anew, with the answer so far behind its prompt.
 
-    The seed and the positions stay, and so do full pages; those of a slot itself may be gone with its release. Presence
-    and frequency penalties count from here on.
+    The seed and the positions stay, and so do full pages; those of a slot itself may be gone with its release. The last
+    token is always prefilled, for what comes behind it. Presence and frequency penalties count from here on.
     """
-    kept = seq.num_written // limits.page_size * limits.page_size if seq.pages else 0
     seq.text, seq.phase = (*seq.request.prompt_ids, *seq.token_ids), Phase.PREFILL
+    written = min(seq.num_written, len(seq.text) - 1)
+    kept = written // limits.page_size * limits.page_size if seq.pages else 0
     seq.num_prefilled = seq.num_computed = kept
     return _admission(seq, None)
 

@@ -54,6 +54,18 @@ def test_a_grammar_binds_from_its_trigger_on(llm, wishes):
         assert len(answer.logprobs) == (len(answer.token_ids) if params.logprobs else 0)
 
 
+@pytest.mark.parametrize("length", [63, 64, 65, 128])
+def test_a_grammar_may_refuse_the_first_token_behind_a_full_page(llm, length):
+    """What goes on is a prompt without an answer, all of whose pages are full."""
+    first = llm.tokenizer.encode("ion", add_special_tokens=False)
+    assert len(first) == 1
+    params = SamplingParams(
+        max_new_tokens=8, temperature=0, logit_bias={first[0]: 100}, ignore_eos=True,
+        grammar='start: "io" "1" /[0-9]+/', grammar_trigger="io",
+    )  # fmt: skip
+    assert re.fullmatch(r"io1\d+", llm.generate([5] * length, params).text)
+
+
 @pytest.mark.parametrize("settings", [
     {"draft": "eagle2"}, pytest.param({"draft": "lookup"}, marks=pytest.mark.all),
     pytest.param({"prefix_cache": False}, marks=pytest.mark.all),
