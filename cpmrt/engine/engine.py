@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 
@@ -133,9 +133,11 @@ class Engine:
         What came after them, be it tokens, an end or an error, does not count.
         """
         transitions.cut(seq, num_tokens)
-        self.finish(seq, "stop")
-        seq.finish_reason, seq.failure = "stop", None
-        seq.outbox.clear()
+        try:
+            self.finish(seq, "stop")
+        finally:  # whatever a listener raises
+            seq.finish_reason, seq.failure = "stop", None
+            seq.outbox.clear()
 
     def advance(self) -> None:
         """Submit what may be submitted, then wait for the oldest step in flight and hand out its results.
@@ -239,8 +241,10 @@ class Engine:
         """Have a paused sequence go on whose steps are done, and tell whether there is one."""
         for seq in self.running:
             if seq.phase is Phase.PAUSED and not seq.num_in_flight:
-                self._resume(seq)
-                self.on_news(seq)
+                try:
+                    self._resume(seq)
+                finally:
+                    self.on_news(seq)
                 return True
         return False
 
@@ -295,8 +299,7 @@ class Engine:
         try:
             self._in_flight.submit(step, receivers)
         except BaseException as error:
-            for seq in affected:
-                self._fail(seq, error)
+            self._fail_all(affected, error)
             raise
 
     def _collect_oldest(self) -> None:
@@ -304,8 +307,7 @@ class Engine:
         try:
             result = self._in_flight.collect()
         except Exception as error:
-            for seq in sequences:
-                self._fail(seq, error)
+            self._fail_all(sequences, error)
             raise
         try:
             if self.listener is not None:
@@ -314,7 +316,7 @@ class Engine:
             self._hand_out(step, sequences, result)
 
     def _hand_out(self, step: Step, sequences: tuple[Sequence, ...], result: StepResult) -> None:
-        now = perf_counter()
+        now, ended = perf_counter(), list[Sequence]()
         for seq, slot_result in zip(sequences, result.slots, strict=True):
             was_running = seq.finish_reason is None
             gained = transitions.apply(seq, step, slot_result)
@@ -322,16 +324,20 @@ class Engine:
                 self.cache.keep(seq.pages, seq.text, min(seq.num_computed, len(seq.request.prompt_ids)))
             transitions.give(seq, gained, now, result.num_rescored)
             if was_running and seq.finish_reason is not None:
-                self._release(seq)
+                ended.append(seq)
             self.on_news(seq)
-        self._decode_steps.applied(step, sequences, result)
-        self._fill_masks(sequences)
+        try:
+            self._release_all(ended)
+        finally:
+            self._decode_steps.applied(step, sequences, result)
+            self._fill_masks(sequences)
 
     def _fill_masks(self, sequences: tuple[Sequence, ...]) -> None:
         """Give the last steps of sequences their masks, and let go of those whose grammar fails there."""
-        for seq in transitions.fill_masks(sequences):
-            self._release(seq)
+        failed = transitions.fill_masks(sequences)
+        for seq in failed:
             self.on_news(seq)
+        self._release_all(failed)
 
     def _end(self, seq: Sequence, reason: str) -> None:
         if seq.phase is Phase.FINISHED:
@@ -352,6 +358,12 @@ class Engine:
             seq.failure = error
         self._end(seq, "cancelled")
 
+    def _fail_all(self, sequences: tuple[Sequence, ...], error: BaseException) -> None:
+        """End every sequence of a step that failed, though a device that is lost releases none of them."""
+        for seq in sequences:
+            with suppress(Exception):
+                self._fail(seq, error)
+
     def _resume(self, seq: Sequence) -> None:
         """Have a paused sequence go on: its slot takes it anew, and prefills what its last full page does not hold.
 
@@ -364,28 +376,45 @@ class Engine:
         if seq.phase is Phase.FINISHED:
             self._release(seq)
         elif self.limits.num_snapshots:
-            self._release(seq)
-            transitions.wait_again(seq)
-            self._waiting.appendleft(seq)
-            self._decode_steps.forget()
+            try:
+                self._release(seq)
+            finally:
+                transitions.wait_again(seq)
+                self._waiting.appendleft(seq)
+                self._decode_steps.forget()
         else:
-            self._guarded(Release(seq.slot), (), ())
+            self._guarded(Release(seq.slot), (seq,), ())
             self._begin(seq, transitions.readmit(seq, self.limits))
+
+    def _release_all(self, sequences: list[Sequence]) -> None:
+        """Submit the release of every sequence's slot, and raise the first error only then."""
+        errors = list[Exception]()
+        for seq in sequences:
+            try:
+                self._release(seq)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def _release(self, seq: Sequence) -> None:
         """Submit the release of a sequence's slot. The cache has its prompt's full pages, and may take its answer's.
 
         Steps still in flight run before the release, so slot and pages may be reused at once. They write only behind
-        `num_written`, so never to a page that is kept.
+        `num_written`, so never to a page that is kept. Slot and pages are free though the release fails: whoever gets
+        them next hears from the executor itself if it is lost.
         """
         self.running.remove(seq)
-        self._guarded(Release(seq.slot), (), ())
-        self._free_slots.append(seq.slot)
-        if self.cache and seq.pages:
-            if self._keeps_answers and seq.failure is None:
-                self.cache.keep(seq.pages, (*seq.request.prompt_ids, *seq.token_ids), seq.num_written)
-            self.cache.release(seq.pages)
-            seq.pages = None
+        try:
+            self._guarded(Release(seq.slot), (), ())
+        finally:
+            self._free_slots.append(seq.slot)
+            if self.cache and seq.pages:
+                text = (*seq.request.prompt_ids, *seq.token_ids)
+                if self._keeps_answers and seq.failure is None:
+                    self.cache.keep(seq.pages, text, min(seq.num_written, len(text)))
+                self.cache.release(seq.pages)
+                seq.pages = None
 
     def _collect_control_steps(self) -> None:
         """Report steps without results (Admit, Keep, Recall, Release) to the listener, each in its place."""
