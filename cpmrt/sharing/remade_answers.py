@@ -34,10 +34,11 @@ class RemadeAnswers:
             self._ended.append((prompt, seq.token_ids))
 
     def next(self) -> Generation | None:
-        """Return a job that computes the newest answer, and forget that; None: there is none."""
-        if not self._ended:
+        """Return a job that computes the newest answer, and forget that; None: there is none. For any thread."""
+        try:
+            prompt, answer = self._ended.pop()
+        except IndexError:
             return None
-        prompt, answer = self._ended.pop()
         text = (*prompt, *answer)[: self._full(prompt, answer)]
         return Generation(Request(text, Sampling(), seed=0, stop_token_ids=(), max_new_tokens=1))
 

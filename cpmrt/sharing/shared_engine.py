@@ -78,12 +78,7 @@ class SharedEngine:
         Raises ContextLengthError or RequestError, with nothing queued, if the engine does not take one of them, and
         ClosedError after `close` and in a forked process.
         """
-        self._check_usable()
-        for job in jobs:
-            job.receiver = receiver
-            if isinstance(job, Generation):
-                job.sequence = self.engine.sequence(job.request)
-                job.text = AnswerText(self._tokenizer, job.request, job.shown_ids)
+        self._prepare(jobs, receiver)
         self._commands.append(partial(self._run_add, jobs))
 
     def cancel(self, jobs: Sequence[Job]) -> None:
@@ -157,12 +152,21 @@ class SharedEngine:
         if closed.error is not None:
             raise closed.error
 
+    def _prepare(self, jobs: Sequence[Job], receiver: Receiver) -> None:
+        """Give jobs what they need to be added. Raises as `submit` does."""
+        self._check_usable()
+        for job in jobs:
+            job.receiver = receiver
+            if isinstance(job, Generation):
+                job.sequence = self.engine.sequence(job.request)
+                job.text = AnswerText(self._tokenizer, job.request, job.shown_ids)
+
     def _remake_one(self) -> bool:
         """Submit a job that computes an answer again, unless there is none."""
         job = None if self._is_closed else self._remade.next()
         if job is not None:
-            self._remaking = job
-            self.submit([job], EndsInbox())
+            self._prepare([job], EndsInbox())
+            self._commands.append(partial(self._run_remake, job))
         return job is not None
 
     def _check_usable(self) -> None:
@@ -254,13 +258,18 @@ class SharedEngine:
         while self._commands:
             self._commands.popleft()()
 
+    def _run_remake(self, job: Generation) -> None:
+        if self._generations or self._readings:  # which have come meanwhile
+            self._remade.put_back(job)
+        else:
+            self._run_add([job])
+            self._remaking = job
+
     def _run_add(self, jobs: Sequence[Job]) -> None:
-        remaking = self._remaking
-        if remaking is not None and remaking not in jobs:
-            self._remaking = None
-            if remaking.sequence in self._generations:
-                self._run_cancel([remaking])
-                self._remade.put_back(remaking)
+        remaking, self._remaking = self._remaking, None
+        if remaking is not None and remaking.sequence in self._generations:
+            self._run_cancel([remaking])
+            self._remade.put_back(remaking)
         for job in jobs:
             if self._is_closed:
                 self._run_end(job, _closed())
@@ -305,16 +314,16 @@ class SharedEngine:
             self._run_end(reading, error)
 
     def _run_hand_out(self) -> None:
-        """Give the receivers, in one call each, what has come for their jobs."""
+        """Give the receivers, in one call each, what has come for their jobs. Raises what cost none of them a token."""
         batches: dict[Receiver, list[Item]] = {}
-        news = dict.fromkeys(self._news)
+        news, errors = dict.fromkeys(self._news), list[Exception]()
         self._news.clear()
         for seq in news:
             job = self._generations.get(seq)
             if job is None:
                 continue
             try:
-                items = self._run_collect(job)
+                items = self._run_collect(job, errors)
             except Exception as error:
                 with suppress(Exception):
                     self.engine.finish(seq, "cancelled")
@@ -325,14 +334,22 @@ class SharedEngine:
                     del self._generations[seq]
         for receiver, batch in batches.items():
             receiver.receive(batch)
+        if errors:
+            raise errors[0]
 
-    def _run_collect(self, job: Generation) -> list[Item]:
-        """Return the new pieces of a generation, and its end if it has come."""
+    def _run_collect(self, job: Generation, errors: list[Exception]) -> list[Item]:
+        """Return the new pieces of a generation, and its end if it has come.
+
+        `errors` gets what a listener raises, or a device that is lost, when a stop string ends the sequence.
+        """
         seq, text, items = job.sequence, job.text, list[Item]()
         while seq.outbox:
             items.append((job, text.push(seq.outbox.popleft())))
             if text.is_over:
-                self.engine.stop(seq, text.num_tokens)
+                try:
+                    self.engine.stop(seq, text.num_tokens)
+                except Exception as error:
+                    errors.append(error)
         if seq.finish_reason is not None:
             rest = text.rest()
             items += [(job, Piece(rest))] * bool(rest)

@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.errors import ClosedError, RequestError
-from cpmrt.executor import Admit, Decode, ExecutorLimits
+from cpmrt.executor import Admit, Decode, ExecutorLimits, Release
+from cpmrt.sharing.jobs import EndsInbox
 
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
 
@@ -368,3 +370,24 @@ def test_what_a_listener_raises_costs_nobody_else_a_token(tmp_path):
             first.finish()
         assert second.finish().text == "a long answer to it"
         assert first.completion.finish_reason == "cancelled" and len(llm.engine.free_slots) == 2
+
+
+@pytest.mark.parametrize("kind", [Admit, Decode, Release])
+def test_a_listener_that_raises_does_not_cost_an_answer_its_stop_string(checkpoint, kind):
+    errors = []
+
+    def listener(step, _):
+        if errors and isinstance(step, kind):
+            raise errors.pop()
+
+    with LLM(checkpoint, executor="reference", on_step=listener) as llm:
+        text = llm.generate("a", SAMPLED).text
+        params = replace(SAMPLED, stop=(text[5:7],))
+        wanted, inbox = llm.generate("a", params), EndsInbox()
+        job = llm.maker.only_choice("a", params)
+        llm.shared.submit([job], inbox)
+        errors.append(ValueError("a listener"))
+        with pytest.raises(ValueError, match="a listener"):
+            llm.shared.next(inbox)
+        _, end = llm.shared.next(inbox)
+        assert (end.reason, end.error) == ("stop", None) and job.completion.token_ids == wanted.token_ids

@@ -100,3 +100,23 @@ def test_a_thread_that_serves_computes_answers_again_between_jobs(llm: LLM) -> N
     thread.join(20)
     assert not thread.is_alive()
     assert [llm.engine.num_known(text) for text in texts] == [len(text) // PAGE * PAGE for text in texts]
+
+
+def test_a_request_that_comes_while_an_answer_becomes_a_job_is_not_lost(llm: LLM) -> None:
+    """Another thread carries it out in between, as a server's event loop does."""
+    llm.generate(list(range(1, 80)), ASKED)
+    shared, make, inbox = llm.shared, llm.engine.sequence, EndsInbox()
+    came = llm.maker.only_choice(list(range(9)), replace(ASKED, max_new_tokens=3))
+
+    def interrupted(request: object) -> object:
+        llm.engine.sequence = make
+        shared.submit([came], inbox)
+        shared.cancel([])
+        return make(request)
+
+    llm.engine.sequence = interrupted
+    assert shared._remake_one()
+    _, end = shared.next(inbox)
+    assert (end.reason, end.error) == ("length", None)
+    llm.prepare_next_turn()
+    assert llm.engine.num_known((*range(1, 80), *llm.generate(list(range(1, 80)), ASKED).token_ids)) == 2 * PAGE
