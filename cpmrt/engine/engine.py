@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from time import perf_counter
 
@@ -178,17 +178,6 @@ class Engine:
     def num_known(self, token_ids: tuple[int, ...]) -> int:
         """Return for how many of the first tokens there are pages; from another thread a guess."""
         return self.cache.num_known(token_ids) if self.cache else 0
-
-    @contextmanager
-    def borrowed_slot(self, num_tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Lend a slot and its block table for a `with` block; if none is free, run what runs until one is."""
-        loan = self.borrow(num_tokens)
-        try:
-            while loan.slot < 0:
-                self.advance()
-            yield loan.slot, loan.block_table
-        finally:
-            self.give_back(loan)
 
     def close(self) -> None:
         """Cancel whatever runs or waits and close the executor. May be called again."""
@@ -387,34 +376,23 @@ class Engine:
             self._begin(seq, transitions.readmit(seq, self.limits))
 
     def _release_all(self, sequences: list[Sequence]) -> None:
-        """Submit the release of every sequence's slot, and raise the first error only then."""
-        errors = list[Exception]()
-        for seq in sequences:
-            try:
-                self._release(seq)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        """Submit the release of every sequence's slot, and raise what fails only then."""
+        with ExitStack() as releases:
+            for seq in reversed(sequences):
+                releases.callback(self._release, seq)
 
     def _release(self, seq: Sequence) -> None:
-        """Submit the release of a sequence's slot. The cache has its prompt's full pages, and may take its answer's.
+        """Submit the release of a sequence's slot. Steps still in flight run before that: slot and pages may be reused.
 
-        Steps still in flight run before the release, so slot and pages may be reused at once. They write only behind
-        `num_written`, so never to a page that is kept. Slot and pages are free though the release fails: whoever gets
-        them next hears from the executor itself if it is lost.
+        They are free though the release fails: whoever gets them next hears from the executor itself if it is lost.
         """
         self.running.remove(seq)
         try:
             self._guarded(Release(seq.slot), (), ())
         finally:
             self._free_slots.append(seq.slot)
-            if self.cache and seq.pages:
-                text = (*seq.request.prompt_ids, *seq.token_ids)
-                if self._keeps_answers and seq.failure is None:
-                    self.cache.keep(seq.pages, text, min(seq.num_written, len(text)))
-                self.cache.release(seq.pages)
-                seq.pages = None
+            if self.cache:
+                transitions.release_pages(seq, self.cache, keeps_answer=self._keeps_answers)
 
     def _collect_control_steps(self) -> None:
         """Report steps without results (Admit, Keep, Recall, Release) to the listener, each in its place."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cpmrt.engine.prefix_cache import HeldPages
+
+if TYPE_CHECKING:
+    from cpmrt.engine.engine import Engine
 
 
 @dataclass(eq=False)
@@ -24,3 +30,15 @@ class Loan:
     def block_table(self) -> tuple[int, ...]:
         """The block table of the pages, as in `Admit`."""
         return self.pages.table if self.pages else ()
+
+
+@contextmanager
+def borrowed_slot(engine: Engine, num_tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Lend a slot and its block table for a `with` block; if none is free, run what runs until one is."""
+    loan = engine.borrow(num_tokens)
+    try:
+        while loan.slot < 0:
+            engine.advance()
+        yield loan.slot, loan.block_table
+    finally:
+        engine.give_back(loan)

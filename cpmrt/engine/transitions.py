@@ -11,7 +11,7 @@ from dataclasses import replace
 from cpmrt.engine.guide import Guide
 from cpmrt.engine.guide import fill_masks as fill_masks_of
 from cpmrt.engine.loops import LoopGuard
-from cpmrt.engine.prefix_cache import HeldPages
+from cpmrt.engine.prefix_cache import HeldPages, PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.engine.speculation import PLAIN
 from cpmrt.errors import MaskError, NonFiniteLogitsError
@@ -319,9 +319,9 @@ def readmit(seq: Sequence, limits: ExecutorLimits) -> Admit:
     The seed and the positions stay, and so do full pages; those of a slot itself may be gone with its release. The last
     token is always prefilled, for what comes behind it. Presence and frequency penalties count from here on.
     """
-    seq.text, seq.phase = (*seq.request.prompt_ids, *seq.token_ids), Phase.PREFILL
-    written = min(seq.num_written, len(seq.text) - 1)
-    kept = written // limits.page_size * limits.page_size if seq.pages else 0
+    text = (*seq.request.prompt_ids, *seq.token_ids)
+    kept = min(seq.num_written, len(text) - 1) // limits.page_size * limits.page_size if seq.pages else 0
+    seq.text, seq.phase = text, Phase.PREFILL
     seq.num_prefilled = seq.num_computed = kept
     return _admission(seq, None)
 
@@ -330,6 +330,20 @@ def wait_again(seq: Sequence) -> None:
     """Note that a paused sequence, whose slot is released, waits for one with the answer so far behind its prompt."""
     seq.text = (*seq.request.prompt_ids, *seq.token_ids)
     seq.phase, seq.slot, seq.num_prefilled, seq.num_computed = Phase.WAITING, -1, 0, 0
+
+
+def release_pages(seq: Sequence, cache: PrefixCache, *, keeps_answer: bool) -> None:
+    """Give back a sequence's pages. The cache has its prompt's full ones, and may keep its answer's.
+
+    Steps still in flight write only behind `num_written`, so never to a page that is kept.
+    """
+    if seq.pages is None:
+        return
+    text = (*seq.request.prompt_ids, *seq.token_ids)
+    if keeps_answer and seq.failure is None:
+        cache.keep(seq.pages, text, min(seq.num_written, len(text)))
+    cache.release(seq.pages)
+    seq.pages = None
 
 
 def _forced(seq: Sequence, token_ids: tuple[int, ...]) -> SlotResult:

@@ -116,7 +116,8 @@ def _value(text: str, at: int) -> _Value | None:
             return None
         begun = _WHOLE.match(text, at + 1)
         return _Value(as_json(_unquoted(begun[0] if begun else ""))[:-1], None)
-    return _Value(as_json(value), end) if text[end : end + 1] in _BEHIND else None
+    may_go_on = isinstance(value, (int, float)) and not isinstance(value, bool) and text[end : end + 1] not in _BEHIND
+    return None if may_go_on else _Value(as_json(value), end)
 
 
 def _unquoted(text: str) -> str:

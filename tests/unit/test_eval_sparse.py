@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +24,7 @@ from sparse_evaluation.tables import ALWAYS_SPARSE, SETTINGS, Setting, plot_need
 
 from cpmrt import LLM
 from cpmrt.config import SparseConfig
+from cpmrt.engine.loan import Loan
 from cpmrt.reference.sparse_attention import choose_blocks
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).resolve().parents[2] / "cpmrt/assets/demo/tokenizer.json"))
@@ -130,9 +130,11 @@ class Oracle:
     def __init__(self, wrong=()):
         self.wrong, self.engine, self.executor = set(wrong), self, self
 
-    @contextmanager
-    def borrowed_slot(self, count):
-        yield 0, ()
+    def borrow(self, count):
+        return Loan(count, slot=0)
+
+    def give_back(self, loan):
+        assert loan.slot == 0
 
     def prompt_logits(self, slot, token_ids, block_table):
         for start in range(0, len(token_ids), 100):

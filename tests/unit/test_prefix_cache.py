@@ -13,6 +13,7 @@ from scripted import ScriptedExecutor, plain_continuation
 from cpmrt.cli.arguments import Parser, add_model_options, llm_arguments
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
+from cpmrt.engine.loan import borrowed_slot
 from cpmrt.engine.page_pool import PagePool
 from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.step_log import StepLog, read_steps, replay
@@ -312,7 +313,7 @@ def test_a_borrowed_slot_has_pages_of_its_own():
     stream = engine.stream(engine.add(ask(range(9), new=12)))
     next(stream)
     (running,) = engine.running
-    with engine.borrowed_slot(32) as (slot, table):
+    with borrowed_slot(engine, 32) as (slot, table):
         assert slot != running.slot and len(table) == 8 and not {*table} & {*running.pages.table}
         assert engine.cache.pool.num_held == 8 + 6
     stream.close()

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.dtypes import F32
+from cpmrt.engine.loan import borrowed_slot
 
 DEPTHS = 10
 """Equal parts of the text, from its beginning to its end."""
@@ -97,7 +98,7 @@ def make_haystack(
 def logit_chunks(llm: LLM, token_ids: Sequence[int], first: int = 0) -> Iterator[tuple[int, F32]]:
     """Yields (position of the first row, logits [rows, V]) of all positions from `first` on, a chunk at a time."""
     ids, start = tuple(map(int, token_ids)), 0
-    with llm.engine.borrowed_slot(len(ids)) as (slot, block_table):
+    with borrowed_slot(llm.engine, len(ids)) as (slot, block_table):
         for logits in llm.executor.prompt_logits(slot, ids, block_table):
             if start + len(logits) > first:
                 yield max(start, first), logits[max(0, first - start) :]
