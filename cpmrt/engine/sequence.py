@@ -124,6 +124,11 @@ class Sequence:
         self.guard = LoopGuard(request.loop_repeats) if request.loop_repeats else None
 
     @property
+    def all_token_ids(self) -> tuple[int, ...]:
+        """The prompt and the answer so far."""
+        return (*self.request.prompt_ids, *self.token_ids)
+
+    @property
     def num_wanted(self) -> int:
         """The number of tokens, generated ones and all, at which the sequence ends or pauses."""
         most = self.request.max_new_tokens

@@ -319,7 +319,7 @@ def readmit(seq: Sequence, limits: ExecutorLimits) -> Admit:
     The seed and the positions stay, and so do full pages; those of a slot itself may be gone with its release. The last
     token is always prefilled, for what comes behind it. Presence and frequency penalties count from here on.
     """
-    text = (*seq.request.prompt_ids, *seq.token_ids)
+    text = seq.all_token_ids
     kept = min(seq.num_written, len(text) - 1) // limits.page_size * limits.page_size if seq.pages else 0
     seq.text, seq.phase = text, Phase.PREFILL
     seq.num_prefilled = seq.num_computed = kept
@@ -328,7 +328,7 @@ def readmit(seq: Sequence, limits: ExecutorLimits) -> Admit:
 
 def wait_again(seq: Sequence) -> None:
     """Note that a paused sequence, whose slot is released, waits for one with the answer so far behind its prompt."""
-    seq.text = (*seq.request.prompt_ids, *seq.token_ids)
+    seq.text = seq.all_token_ids
     seq.phase, seq.slot, seq.num_prefilled, seq.num_computed = Phase.WAITING, -1, 0, 0
 
 
@@ -339,8 +339,8 @@ def release_pages(seq: Sequence, cache: PrefixCache, *, keeps_answer: bool) -> N
     """
     if seq.pages is None:
         return
-    text = (*seq.request.prompt_ids, *seq.token_ids)
     if keeps_answer and seq.failure is None:
+        text = seq.all_token_ids
         cache.keep(seq.pages, text, min(seq.num_written, len(text)))
     cache.release(seq.pages)
     seq.pages = None
