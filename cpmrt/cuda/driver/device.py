@@ -96,6 +96,7 @@ def open_device(index: int = 0) -> Device:
     shared_bytes = properties["sharedMemPerBlockOptin"]
     is_portable = capability >= 90 and env.asks_for_portable_kernels()
     has_clusters = capability >= 90 and not is_portable
+    whole, wide = clusters_at_once((8, shared_bytes), (16, shared_bytes // 2)) if has_clusters else (0, 0)
     return Device(
         index=index,
         name=name,
@@ -107,8 +108,8 @@ def open_device(index: int = 0) -> Device:
         total_bytes=properties["totalGlobalMem"],
         is_unified=bool(properties["integrated"]),
         driver_version=driver,
-        whole_clusters=clusters_at_once(8, shared_bytes) if has_clusters else 0,
-        has_wide_clusters=has_clusters and clusters_at_once(16, shared_bytes // 2) > 0,
+        whole_clusters=whole,
+        has_wide_clusters=wide > 0,
     )
 
 

@@ -31,9 +31,9 @@ def multiprocessors(of_device: int) -> int:
     return min(count for count in counts if count > 0)
 
 
-def clusters_at_once(blocks: int, shared_bytes: int) -> int:
-    """Return how many clusters of so many blocks run at once when each block asks for `shared_bytes` of dynamic shared
-    memory; 0 where there is none or the driver does not tell.
+def clusters_at_once(*shapes: tuple[int, int]) -> list[int]:
+    """Return for each (blocks, bytes) how many clusters of so many blocks run at once when each block asks for so many
+    bytes of dynamic shared memory; 0 where there is none or the driver does not tell.
 
     It depends on which multiprocessors of a chip are in use: boards of one kind differ.
     """
@@ -41,16 +41,19 @@ def clusters_at_once(blocks: int, shared_bytes: int) -> int:
 
     module = _asked("cuModuleLoadData", _NOTHING)
     if module is None:
-        return 0
+        return [0] * len(shapes)
     try:
         kernel = _asked("cuModuleGetFunction", module, b"nothing")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        driver.cuFuncSetAttribute(kernel, limit, shared_bytes)
-        if blocks > _PORTABLE_CLUSTER:
+        driver.cuFuncSetAttribute(kernel, limit, max(shared_bytes for _, shared_bytes in shapes))
+        if max(blocks for blocks, _ in shapes) > _PORTABLE_CLUSTER:
             allow_wide_clusters(kernel)
-        cluster = blocks, 1, 1
-        config = launch_config(0, cluster, (32, 1, 1), shared_bytes, cluster=cluster)
-        return int(_asked("cuOccupancyMaxActiveClusters", kernel, config) or 0)
+        counts = []
+        for blocks, shared_bytes in shapes:
+            cluster = blocks, 1, 1
+            config = launch_config(0, cluster, (32, 1, 1), shared_bytes, cluster=cluster)
+            counts.append(int(_asked("cuOccupancyMaxActiveClusters", kernel, config) or 0))
+        return counts
     finally:
         driver.cuModuleUnload(module)
 
