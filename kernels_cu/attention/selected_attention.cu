@@ -138,9 +138,15 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   } else {
     pdl_launch_dependents();
   }
+  const bool is_paired = PAIRED && target.used_clusters == 2;  // a turn each
   const auto settle = [&](int turn) {
     mbarrier_wait(barrier, turn & 1);
-    merge_slices(shared, heads, target, rank, min(kCluster, cut.num_runs - target.cluster * kCluster));
+    const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
+    if (is_paired) {
+      merge_pair(shared, heads, target, pair_barrier, rank, members);
+    } else {
+      merge_slices(shared, heads, target, rank, members);
+    }
     target.cluster -= num_clusters;
   };
   for (int turn = 0; turn < turns; ++turn, run -= stride) {
@@ -169,13 +175,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
     stream.load(room.k_tile, false, room, keys.length);
     stream.load(room.k_tile + kHalfPlace, true, room, keys.length);
   }
-  const bool is_paired = PAIRED && target.used_clusters == 2;  // a turn each
-  if (is_paired) {
-    mbarrier_wait(barrier, 0);
-    merge_pair(shared, heads, target, pair_barrier, rank, min(kCluster, cut.num_runs - target.cluster * kCluster));
-  } else {
-    settle(turns - 1);
-  }
+  settle(turns - 1);
   if (!stream.is_listed) pdl_wait();  // for the kernels after this one, which wait for it alone
   if (is_paired) return;
   if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
