@@ -356,6 +356,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 20, "STAGES": 2, "TREE": 0, "PAIRED": 1},
     ),
     "attention/compress_keys.cu": tuple({"HEAD_DIM": size, "FP8": fp8} for fp8 in (0, 1) for size in (128, 96, 64)),
+    "attention/pick_blocks.cu": ({"THREADS": 512}, {"THREADS": 128}),
     "attention/select_blocks.cu": (
         {"HEAD_DIM": 128, "GROUP": 16, "TREE": 1},
         {"HEAD_DIM": 128, "GROUP": 16, "TREE": 0},

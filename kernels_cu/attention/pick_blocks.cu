@@ -1,127 +1,145 @@
-// The blocks of 64 tokens that a row looks at, from their scores; and which rows of a chunk look at all of them.
+// The blocks of 64 tokens that a row looks at, from their scores.
 //
 //   formula   a row at position i chooses if i + 1 > dense_context; own = i / 64, local = own - local_blocks. Per KV head:
 //             score of block b = max(pooled[b].y, pooled[b + 1].x), init_blocks <= b < local;
 //             blocks = 0 .. init_blocks - 1, those of the highest scores, the lower one of equals, local .. own:
-//             num_selected of them, ascending;
-//             dense_chunk = (slot, start, rows of the chunk that do not choose, 0)
+//             num_selected of them, ascending
 //   operands  blocks (T, K, num_selected) int32, stored for rows that choose; pooled (T, K, pages_per_sequence, 2) float32
-//             by select_blocks.cu; positions, slots (T) int32; chunk, dense_chunk (4) int32: slot, start, count
-//   launch    pick_blocks: grid (T, K), block 128, 256 or 512, 4 * pages_per_sequence bytes of shared memory; dense_rows: grid 1, block 1
+//             by select_blocks.cu; positions, slots (T) int32
+//   constants THREADS: of a block
+//   launch    grid (T, K), block THREADS, 4 * pages_per_sequence bytes of shared memory
 //   numerics  comparisons
 //   oracle    reference/sparse_attention.py choose_blocks
 //   source    InfLLM-v2 (arXiv 2509.24663)
-//   layout    the threshold of the choice is found by digits of 11 bits, from the highest: a histogram of those keys that
-//             begin as the threshold does says its next digit. Counts in shared memory have no order to depend on. Scores
-//             are not negative, so that their bits have their order. A thread reads only keys that it has stored
+//   layout    the threshold of the choice is found by digits of 10 bits, from the highest: a histogram of those scores that
+//             begin as the threshold does says its next digit, and mostly two digits are enough. Counts in shared memory have no
+//             order to depend on. Scores are not negative, so that their bits have their order. A thread reads only scores that
+//             it has stored. A row's block works alone while everything waits for it: what counts is how many instructions
+//             follow one another
+#if !defined(THREADS)
+#error "a constant is not defined"
+#endif
 #include "types.cuh"
 
-constexpr int kMostWarps = 16;
-constexpr int kThreads = kMostWarps * 32;
-constexpr int kKeyBits = 31;  // a score has no sign
-constexpr int kDigitBits = 11;
+constexpr int kChoosers = THREADS / 32;
+constexpr int kScoreBits = 31;  // a score has no sign
+constexpr int kDigitBits = 10;
 constexpr int kBins = 1 << kDigitBits;
-constexpr int kAtOnce = 4;
-constexpr int kGroups = kBins / 4;
+constexpr int kOwnBins = kBins / THREADS;
+static_assert(kBins % THREADS == 0 && kOwnBins % 2 == 0, "whole pairs of bins");
 
 struct Counts {
-  int4 bins[kGroups];                         // of a digit's values; zero but in `threshold`
-  int first[kMostWarps], second[kMostWarps];  // of each warp
-  int digit, above, inside;                   // that the threshold has; keys above it in this digit; with it
+  int bins[kBins];  // zero but while a digit is looked for
+  int of_warps[2][kChoosers];
+  int bin, above, inside;  // that the threshold has; scores in higher ones; in it
+
+  DEVICE void clear() {
+    for (int i = threadIdx.x; i < kBins; i += THREADS) bins[i] = 0;
+  }
 };
 
-// A warp's part of the keys.
+// A warp's part of the scores: whole words of bits.
 struct Run {
   int begin, end;
 
   DEVICE explicit Run(int count) {
-    const int threads = blockDim.x, length = (count + threads - 1) / threads * 32;
+    const int length = (count + THREADS - 1) / THREADS * 32;
     begin = threadIdx.x / 32 * length, end = min(begin + length, count);
   }
-  // This lane's, kAtOnce at a time: take(i, value_at(i)), once the values of all of them are there.
-  template <typename ValueAt, typename Take>
+  // take(i, value_at(i)) of this lane's, AT_ONCE at a time, once the values of all of them are there.
+  template <int AT_ONCE, typename ValueAt, typename Take>
   DEVICE void each(ValueAt value_at, Take take) const {
 #pragma unroll 1
-    for (int first = begin + static_cast<int>(threadIdx.x & 31); first < end; first += kAtOnce * 32) {
-      uint32_t values[kAtOnce];
+    for (int first = begin + static_cast<int>(threadIdx.x & 31); first < end; first += AT_ONCE * 32) {
+      uint32_t values[AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; i++) values[i] = first + i * 32 < end ? value_at(first + i * 32) : 0;
+      for (int i = 0; i < AT_ONCE; i++) values[i] = first + i * 32 < end ? value_at(first + i * 32) : 0;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; i++) {
+      for (int i = 0; i < AT_ONCE; i++) {
         if (first + i * 32 < end) take(first + i * 32, values[i]);
       }
     }
   }
+  // take(score) of this lane's.
+  template <typename Take>
+  DEVICE void each(const uint32_t* scores, Take take) const {
+    each<2>([&](int i) { return scores[i]; }, [&](int, uint32_t score) { take(score); });
+  }
 };
 
-DEVICE int sum_of_warps(const int (&parts)[kMostWarps], int end) {
-  const int lane = threadIdx.x & 31;
-  return __reduce_add_sync(0xFFFFFFFFu, lane < end ? parts[lane] : 0);
+// Of one number of each warp the sum, and the sum of those of the warps before.
+DEVICE int2 meet(int of_warp, int (&of_warps)[kChoosers]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  if (lane == 0) of_warps[warp] = of_warp;
+  __syncthreads();
+  const int part = lane < kChoosers ? of_warps[lane] : 0;
+  return make_int2(__reduce_add_sync(0xFFFFFFFFu, part), __reduce_add_sync(0xFFFFFFFFu, lane < warp ? part : 0));
 }
 
-DEVICE int sum_of(const int4& bins) { return bins.x + bins.y + bins.z + bins.w; }
-
-// The digit of the key of rank `wanted` from above, out of the bins, which are cleared. A thread has the bins of some groups
-// of four, the first thread the highest ones.
-DEVICE void find_digit(Counts& counts, int wanted) {
-  const int lane = threadIdx.x & 31, groups = kGroups / blockDim.x, highest = kGroups - 1 - threadIdx.x * groups;
-  int own = 0;
-  for (int group = highest; group > highest - groups; group--) own += sum_of(counts.bins[group]);
-  int above = own;
+// Finds the bin of the score of rank `wanted` from above, and clears the bins. A thread has some neighbouring ones, the first
+// thread the highest.
+DEVICE void find_bin(Counts& counts, int wanted) {
+  const int lane = threadIdx.x & 31, first = kBins - kOwnBins * (threadIdx.x + 1);
+  int bins[kOwnBins], own = 0;
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(0xFFFFFFFFu, above, distance);
-    if (lane >= distance) above += other;
+  for (int i = 0; i < kOwnBins; i += 2) {
+    int2& pair = *reinterpret_cast<int2*>(counts.bins + first + i);
+    bins[i] = pair.x, bins[i + 1] = pair.y, pair = make_int2(0, 0);
+    own += bins[i] + bins[i + 1];
   }
-  if (lane == 31) counts.first[threadIdx.x / 32] = above;
-  __syncthreads();
-  above += sum_of_warps(counts.first, threadIdx.x / 32) - own;
-  if (above < wanted && wanted <= above + own) {
-    int group = highest;
-    int4 bins = counts.bins[group];
-    for (int sum = sum_of(bins); above + sum < wanted; sum = sum_of(bins)) above += sum, bins = counts.bins[--group];
-    int digit = group * 4 + 3, inside = bins.w;
-    if (above + inside < wanted) above += inside, inside = bins.z, digit--;
-    if (above + inside < wanted) above += inside, inside = bins.y, digit--;
-    if (above + inside < wanted) above += inside, inside = bins.x, digit--;
-    counts.digit = digit, counts.above = above, counts.inside = inside;
+  const int of_warp = __reduce_add_sync(0xFFFFFFFFu, own);
+  int above = meet(of_warp, counts.of_warps[0]).y;
+  if (above < wanted && wanted <= above + of_warp) {  // the bin is this warp's
+    int sum = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    above += sum - own;
+#pragma unroll
+    for (int i = kOwnBins - 1; i >= 0; i--) {
+      if (above < wanted && wanted <= above + bins[i]) {
+        counts.bin = first + i, counts.above = above, counts.inside = bins[i];
+      }
+      above += bins[i];
+    }
   }
-  for (int group = highest; group > highest - groups; group--) counts.bins[group] = make_int4(0, 0, 0, 0);
   __syncthreads();
 }
 
-// The largest key that `wanted` keys are not below; or less, if then these are exactly so many.
-DEVICE uint32_t threshold(const uint32_t* keys, const Run& run, int wanted, Counts& counts) {
-  int* bins = reinterpret_cast<int*>(counts.bins);
-  uint32_t found = 0;
+// The largest score that `wanted` ones are not below; or less, if then these are exactly so many. The bins hold the first digits
+// of all scores.
+DEVICE uint32_t threshold(const uint32_t* scores, const Run& run, int wanted, Counts& counts) {
+  int shift = kScoreBits - kDigitBits;
+  find_bin(counts, wanted);
+  uint32_t found = counts.bin;
+  wanted -= counts.above;
 #pragma unroll 1
-  for (int end = kKeyBits, begin = 0; end > 0; end = begin) {
-    begin = max(end - kDigitBits, 0);
-    const auto count_digit = [&](int, uint32_t key) {
-      const uint32_t digits = (key ^ found) >> begin;
-      if (digits >> (end - begin) == 0) atomicAdd(bins + digits, 1);
-    };
-    run.each([&](int i) { return keys[i]; }, count_digit);
+  while (counts.inside > wanted && shift > 0) {
+    const int next = max(shift - kDigitBits, 0);
+    run.each(scores, [&](uint32_t score) {
+      if (score >> shift == found) atomicAdd(counts.bins + (score >> next & ((1 << (shift - next)) - 1)), 1);
+    });
     __syncthreads();
-    find_digit(counts, wanted);
-    found |= static_cast<uint32_t>(counts.digit) << begin;
+    find_bin(counts, wanted);
+    found = found << (shift - next) | counts.bin, shift = next;
     wanted -= counts.above;
-    if (counts.inside == wanted) break;
   }
-  return found;
+  return found << shift;
 }
 
 // Positions and slots are older than the kernel before this one's own wait, so that they are read early.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL(pick_blocks)(int* blocks, const float2* pooled, const int* positions, const int* slots,
                         int pages_per_sequence, int num_selected, int init_blocks, int local_blocks,
                         int dense_context) {
-  extern __shared__ uint32_t keys[];  // of blocks init_blocks .. local - 1
+  extern __shared__ uint32_t scores[];  // of blocks init_blocks .. local - 1
   __shared__ Counts counts;
-  const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+  const int row = blockIdx.x, lane = threadIdx.x & 31;
   const int position = __ldcg(positions + row);
   const bool chooses = __ldcg(slots + row) >= 0 && position + 1 > dense_context;
-  for (int group = threadIdx.x; group < kGroups; group += blockDim.x) counts.bins[group] = make_int4(0, 0, 0, 0);
+  counts.clear();
   __syncthreads();
   pdl_wait();
   pdl_launch_dependents();
@@ -132,43 +150,44 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Run run(count);
   pooled += unit * pages_per_sequence + init_blocks;
   blocks += unit * num_selected;
-  run.each([&](int i) { return __float_as_uint(fmaxf(pooled[i].y, pooled[i + 1].x)) & 0x7FFFFFFFu; },
-           [&](int i, uint32_t key) { keys[i] = key; });
+  run.each<4>([&](int i) { return __float_as_uint(fmaxf(pooled[i].y, pooled[i + 1].x)) & 0x7FFFFFFFu; },
+              [&](int i, uint32_t score) {
+                scores[i] = score;
+                atomicAdd(counts.bins + (score >> (kScoreBits - kDigitBits)), 1);
+              });
 #pragma unroll 1
-  for (int i = threadIdx.x; i < init_blocks; i += blockDim.x) blocks[i] = i;
+  for (int i = threadIdx.x; i < init_blocks; i += THREADS) blocks[i] = i;
 #pragma unroll 1
-  for (int i = threadIdx.x; i <= local_blocks; i += blockDim.x) blocks[init_blocks + wanted + i] = local + i;
+  for (int i = threadIdx.x; i <= local_blocks; i += THREADS) blocks[init_blocks + wanted + i] = local + i;
   if (wanted == 0) return;
-  const uint32_t least = threshold(keys, run, wanted, counts);
-
-  // What is taken before a warp's run follows from the counts of the warps before.
-  int num_above = 0, num_equal = 0;
-  run.each([&](int i) { return keys[i]; }, [&](int, uint32_t key) { num_above += key > least, num_equal += key == least; });
-  num_above = __reduce_add_sync(0xFFFFFFFFu, num_above), num_equal = __reduce_add_sync(0xFFFFFFFFu, num_equal);
-  if (lane == 0) counts.first[warp] = num_above, counts.second[warp] = num_equal;
   __syncthreads();
-  int above_before = sum_of_warps(counts.first, warp), equal_before = sum_of_warps(counts.second, warp);
-  const int equal_taken = wanted - sum_of_warps(counts.first, blockDim.x / 32);  // of the equal ones the first
-  const uint32_t lower_lanes = (1u << lane) - 1;
-  for (int first = run.begin; first < run.end; first += 32) {
-    const int i = first + lane;
-    const uint32_t key = i < run.end ? keys[i] : 0;
-    const bool is_above = key > least, is_equal = i < run.end && key == least;
-    const uint32_t above_here = __ballot_sync(0xFFFFFFFFu, is_above), equal_here = __ballot_sync(0xFFFFFFFFu, is_equal);
-    const int num_lower = above_before + __popc(above_here & lower_lanes);
-    const int rank = equal_before + __popc(equal_here & lower_lanes);
-    if (is_above || (is_equal && rank < equal_taken)) {
-      blocks[init_blocks + num_lower + min(rank, equal_taken)] = init_blocks + i;
-    }
-    above_before += __popc(above_here), equal_before += __popc(equal_here);
-  }
-}
+  const uint32_t least = threshold(scores, run, wanted, counts);
 
-// The rows of a chunk that look at everything are its first ones: a chunk of these alone.
-extern "C" __global__ void KERNEL(dense_rows)(int* dense_chunk, const int* chunk, int dense_context) {
-  pdl_wait();
-  pdl_launch_dependents();
-  const int start = chunk[1];
-  dense_chunk[0] = chunk[0], dense_chunk[1] = start, dense_chunk[3] = 0;
-  dense_chunk[2] = max(min(chunk[2], dense_context - start), 0);
+  // A bit for each score above the threshold, and one for each equal to it. What is taken before a block follows from them.
+  uint32_t num_above = 0, num_equal = 0;
+  const auto bits_at = [&](int first, uint32_t& above, uint32_t& equal) {
+    const uint32_t score = first + lane < run.end ? scores[first + lane] : 0;
+    above = __ballot_sync(0xFFFFFFFFu, score > least);
+    equal = __ballot_sync(0xFFFFFFFFu, first + lane < run.end && score == least);
+  };
+#pragma unroll 2
+  for (int first = run.begin; first < run.end; first += 32) {
+    uint32_t above, equal;
+    bits_at(first, above, equal);
+    num_above += __popc(above), num_equal += __popc(equal);
+  }
+  const int2 both = meet(static_cast<int>(num_above | num_equal << 16), counts.of_warps[1]);
+  const int equal_taken = wanted - (both.x & 0xFFFF);  // of the equal ones the first
+  int above_before = both.y & 0xFFFF, equal_before = static_cast<uint32_t>(both.y) >> 16;
+  const uint32_t lower_lanes = (1u << lane) - 1;
+#pragma unroll 2
+  for (int first = run.begin; first < run.end; first += 32) {
+    uint32_t above, equal;
+    bits_at(first, above, equal);
+    const int num_lower = above_before + __popc(above & lower_lanes), rank = equal_before + __popc(equal & lower_lanes);
+    if (above >> lane & 1 || (equal >> lane & 1 && rank < equal_taken)) {
+      blocks[init_blocks + num_lower + min(rank, equal_taken)] = init_blocks + first + lane;
+    }
+    above_before += __popc(above), equal_before += __popc(equal);
+  }
 }

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from reference import sparse_brute_force as brute
-from sparse_cases import SLACK, SMALL, Slots, SparseDevice, check_choices
+from sparse_cases import SLACK, SMALL, UNWRITTEN, Slots, SparseDevice, check_choices
 
 from cpmrt.config import SparseConfig
+from cpmrt.cuda.ops.selection import PICK_BLOCKS
 from cpmrt.dtypes import DType, round_to
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.reference.kv_rows import gather
+from cpmrt.reference.sparse_attention import choose_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +100,42 @@ def test_planted_ties(cuda: Any) -> None:
         rows = slots.rows([length - 1], [0])
         blocks = SparseDevice(cuda, slots, sparse).select(q, rows)
         assert np.array_equal(blocks, slots.select(q, rows, sparse)), trial
+
+
+PLANTED = {
+    "of any size": lambda rng, shape: np.float32(2) ** rng.uniform(-148, 127, shape).astype(np.float32),
+    "as they are": lambda rng, shape: np.float32(2) ** rng.normal(18, 3, shape).astype(np.float32),
+    "alike in ten bits": lambda rng, shape: np.float32(2**18) + rng.integers(0, 2**12, shape).astype(np.float32) / 32,
+    "alike in twenty bits": lambda rng, shape: np.float32(2**18) + rng.integers(0, 16, shape).astype(np.float32) / 32,
+    "below one": lambda rng, shape: rng.random(shape, np.float32) / 4,
+    "large": lambda rng, shape: np.float32(2**30) * (1 + rng.random(shape, np.float32)),
+    "few": lambda rng, shape: rng.choice(np.array([0, 1, 3, 2**20], np.float32), shape),
+    "zero": lambda rng, shape: np.zeros(shape, np.float32),
+    "infinite": lambda rng, shape: rng.choice(np.array([1, 3e38, np.inf], np.float32), shape),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [128, 512])
+@pytest.mark.parametrize("scores", PLANTED)
+def test_the_best_of_any_scores(cuda: Any, scores: str, threads: int) -> None:
+    """The kernel that picks, alone: from 95 blocks of which 62 are chosen to thousands."""
+    sparse, kv_heads, pages, unused = SparseConfig(), 2, 5000, 3
+    positions = np.array([64 * count - 1 for count in (128, 160, 161, 700, 2048, 2049, pages)], np.int32)
+    rng = np.random.default_rng(threads)
+    pooled = PLANTED[scores](rng, (len(positions), kv_heads, pages, 2))
+    blocks = cuda.array(np.full((len(positions), kv_heads, sparse.num_selected + unused), UNWRITTEN, np.int32))
+    counts = pages, sparse.num_selected, sparse.init_blocks, sparse.local_blocks, sparse.dense_context
+    out = blocks.reshape(-1)[: len(positions) * kv_heads * sparse.num_selected]
+    cuda.launcher(DType.BFLOAT16)(
+        PICK_BLOCKS, {"THREADS": threads}, (len(positions), kv_heads), threads,
+        out, cuda.array(pooled), cuda.array(positions), cuda.array(np.zeros_like(positions)), *map(np.int32, counts),
+        smem=4 * pages,
+    )  # fmt: skip
+    found = cuda.numpy(out).reshape(len(positions), kv_heads, -1)
+    for row, position in enumerate(map(int, positions)):
+        of_blocks = np.maximum(pooled[row, :, :-1, 1], pooled[row, :, 1:, 0])[:, : position // PAGE_SIZE]
+        assert np.array_equal(found[row], choose_blocks(of_blocks, position, sparse)), row
+    assert (cuda.numpy(blocks).reshape(-1)[out.size :] == UNWRITTEN).all()
 
 
 def test_scores_that_overflow_and_vanish(cuda: Any) -> None:

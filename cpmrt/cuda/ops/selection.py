@@ -41,7 +41,7 @@ SCORE_BLOCKS = replace(COARSE_LOG_SUMS, name="score_blocks")
 SCORE_CHUNK = KernelSpec(
     "score_chunk", "attention/score_chunk.cu", "select_blocks", HeadConstants, hot=True, arch="sm_90"
 )
-PICK_BLOCKS = KernelSpec("pick_blocks", "attention/pick_blocks.cu", "select_blocks", hot=True)
+PICK_BLOCKS = KernelSpec("pick_blocks", "attention/pick_blocks.cu", "select_blocks", ("THREADS",), hot=True)
 _HEAD_TILE = 16
 _MOST_WARPS, _RESIDENT_BLOCKS = 4, 3
 """`select_blocks.cu`: a block has at most so many warps, and so many of its blocks run on a multiprocessor."""
@@ -185,10 +185,11 @@ class BlockChoice:
     def _pick(self, blocks: DeviceArray, rows: Rows, sparse: SparseConfig) -> None:
         num_rows, num_kv_heads, num_selected = blocks.shape
         pages_per_sequence = rows.block_tables.shape[1]
+        threads = _CHUNK_PICK_THREADS if rows.is_prefill else _PICK_THREADS
         self._launch(
-            PICK_BLOCKS, {}, (num_rows, num_kv_heads), _CHUNK_PICK_THREADS if rows.is_prefill else _PICK_THREADS,
+            PICK_BLOCKS, {"THREADS": threads}, (num_rows, num_kv_heads), threads,
             blocks, self._scores, rows.positions, rows.slots, np.int32(pages_per_sequence), np.int32(num_selected),
-            *_forced(sparse), np.int32(sparse.dense_context), smem=4 * pages_per_sequence,
+            *_forced(sparse), np.int32(sparse.dense_context), smem=4 * pages_per_sequence, prefers_shared=True,
         )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ PREFILL_SELECTED = KernelSpec(
     "prefill_selected_wgmma", "attention/prefill_selected_wgmma.cu", "prefill_attention", HeadConstants, hot=True,
     arch="sm_90",
 )  # fmt: skip
-DENSE_ROWS = KernelSpec("dense_rows", "attention/pick_blocks.cu", "prefill_attention")
+DENSE_ROWS = KernelSpec("dense_rows", "attention/dense_rows.cu", "prefill_attention")
 _HOPPER_SHARED_BYTES = 232448
 _MOST_GRID_ROWS = 65535
 
