@@ -17,7 +17,7 @@ from cpmrt.dtypes import DType, round_to
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.mixers.grouped import caches
-from cpmrt.ops import OPS, Fp8Pages, KVPages, RowLength, Rows
+from cpmrt.ops import ANY_ROWS, OPS, Fp8Pages, KVPages, RowKind, Rows
 from cpmrt.reference.fp8_pages import e4m3_codes
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.tensor_spec import BufferSpec
@@ -146,12 +146,12 @@ class AttentionDevice:
             self.kv = KVPages(*(uploaded(cuda, part) for part in pages))
 
     def attention(
-        self, out: Any, case: Case, *, pdl: bool = False, window: int = 0, length: RowLength | None = None
+        self, out: Any, case: Case, *, pdl: bool = False, window: int = 0, kind: RowKind = ANY_ROWS
     ) -> Callable[[], None]:
         """The op on rows that are uploaded now, to be launched any number of times; `out` on the device."""
         places = (case.positions, case.slots, case.tree_masks, case.tree_base)
         positions, slots, *tree = (None if values is None else self.cuda.array(values) for values in places)
-        rows = Rows(None, positions, slots, self.block_tables, False, None, *tree, length=length)
+        rows = Rows(None, positions, slots, self.block_tables, False, None, *tree, kind=kind)
         ops = AttentionOps(self.cuda.launcher(case.dtype, pdl=pdl), self.plan, self.arrays)
         return partial(
             ops.decode_attention, out, self.cuda.array(case.q, case.dtype), self.kv, rows, case.scale, window

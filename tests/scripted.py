@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from cpmrt.config import TreeShape
+from cpmrt.cuda.step.lengths import Lengths
 from cpmrt.executor import (
     MAX_CERTAIN,
     Admit,
+    Decode,
     ExecutorLimits,
     Mask,
     Prefill,
@@ -60,10 +62,13 @@ class Running:
 
 
 class LazyResult:
-    """Carried out only when somebody waits, like a GPU that lags behind its queue."""
+    """Carried out only when somebody waits, like a GPU that lags behind its queue.
 
-    def __init__(self, executor: ScriptedExecutor):
-        self.executor, self.result = executor, None
+    `counted`: how long the rows of a decode step were taken to be when it was submitted.
+    """
+
+    def __init__(self, executor: ScriptedExecutor, counted: tuple[int, ...]):
+        self.executor, self.counted, self.result = executor, counted, None
 
     def is_done(self) -> bool:
         """Whoever asks makes time pass."""
@@ -88,6 +93,8 @@ class ScriptedExecutor:
         self.accuracy = accuracy
         self.running: dict[int, Running] = {}
         self.queue: deque[tuple[Step, LazyResult]] = deque()
+        self.lengths = Lengths(limits.tree_shapes)
+        """What the CUDA executor knows of lengths."""
         self.steps: list[Step] = []
         self.most_in_flight = 0
         self.closed = False
@@ -99,7 +106,8 @@ class ScriptedExecutor:
     def submit(self, step: Step) -> LazyResult:
         assert not self.closed
         self.steps.append(step)
-        pending = LazyResult(self)
+        self.lengths.add(step)
+        pending = LazyResult(self, tuple(map(self.lengths.of, step.slots)) if isinstance(step, Decode) else ())
         self.queue.append((step, pending))
         in_flight = sum(not isinstance(queued, (Admit, Release)) for queued, _ in self.queue)
         self.most_in_flight = max(self.most_in_flight, in_flight)
@@ -113,6 +121,8 @@ class ScriptedExecutor:
 
     def run_one(self) -> None:
         step, pending = self.queue.popleft()
+        if isinstance(step, Decode):
+            self._check_lengths(step, pending.counted)
         pending.result = StepResult(tuple(self._run(step)))
 
     def _run(self, step: Step) -> list[SlotResult]:
@@ -136,6 +146,13 @@ class ScriptedExecutor:
             assert len(step.slots) + sum(map(len, certain)) <= self._limits.certain_rows
         rows = zip(step.slots, masks, certain, strict=True)
         return [self._decode(self.running[slot], mask, tokens) for slot, mask, tokens in rows]
+
+    def _check_lengths(self, step: Decode, counted: tuple[int, ...]) -> None:
+        """How long its rows are was known when it was submitted; with drafts, at most."""
+        for slot, certain, known in zip(step.slots, step.certain or ((),) * len(counted), counted, strict=True):
+            running = self.running[slot]
+            actual = len(running.tokens) + len(certain)
+            assert running.finished or known == actual or (self._limits.tree_shapes and known > actual)
 
     def _prefill(self, step: Prefill) -> SlotResult:
         running = self.running[step.slot]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 
-from cpmrt.config import EngineConfig, ModelConfig, SparseConfig
+from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.layers import ExpertsMlp, GroupedAttention, LatentAttention, LightningAttention, MixerConfig
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.models.decoder import cache_layout, tensor_specs
@@ -66,7 +66,7 @@ def _taken(config: ModelConfig, spec: TensorSpec, size: int, rows: int) -> int:
 
 def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
     """Return how many of `num_tokens` tokens the last of them looks at."""
-    sparse = _sparse(config)
+    sparse = config.sparse
     if sparse is None or not sparse.leaves_out(num_tokens):
         return num_tokens
     return sparse.num_selected * PAGE_SIZE - -num_tokens % PAGE_SIZE
@@ -96,14 +96,9 @@ def _score_size(mixer: MixerConfig) -> int:
     return (mixer.q_size + mixer.value_size) // 2
 
 
-def _sparse(config: ModelConfig) -> SparseConfig | None:
-    attention = config.of_kind(GroupedAttention)
-    return attention.sparse if attention else None
-
-
 def _attention_flops(config: ModelConfig, num_tokens: int, start: int) -> int:
     """Return the operations of one layer's attention for each query element, with those of the scores of blocks."""
-    sparse = _sparse(config)
+    sparse = config.sparse
     if sparse is None:
         return 4 * (num_tokens * start + num_tokens * (num_tokens + 1) // 2)
     lengths = range(start + 1, start + num_tokens + 1)

@@ -132,7 +132,7 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         "quantization": quantization if config else _quant_method(raw),
         "sizes": _sizes(config) if config else {},
         "rope": _used(asdict(config.rope)) if config else raw.get("rope_parameters", raw.get("rope_scaling")),
-        "sparse": _sparse(config) if config else None,
+        "sparse": asdict(config.sparse) if config and config.sparse else None,
         "scales": {name: getattr(config, name) for name in _SCALES} if config else {},
         "special_ids": {"bos": config.bos_token_id, "eos": list(config.eos_token_ids)} if config else {},
         "sampling": asdict(sampling) if sampling else {},
@@ -142,11 +142,6 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         "tensors": tensors,
         "problems": problems,
     }
-
-
-def _sparse(config: ModelConfig) -> dict[str, Any] | None:
-    attention = config.of_kind(GroupedAttention)
-    return asdict(attention.sparse) if attention and attention.sparse else None
 
 
 def _sizes(config: ModelConfig) -> dict[str, Any]:

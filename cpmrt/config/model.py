@@ -58,6 +58,12 @@ class ModelConfig:
         return found
 
     @property
+    def sparse(self) -> SparseConfig | None:
+        """How the layers with grouped attention choose blocks; None where every token looks at all before it."""
+        attention = self.of_kind(GroupedAttention)
+        return attention.sparse if attention else None
+
+    @property
     def grouped_attention(self) -> GroupedAttention:
         """The grouped attention of the layers that have any. Raises UnsupportedModelError for none, or for several."""
         found = self.of_kind(GroupedAttention)

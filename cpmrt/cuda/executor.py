@@ -58,6 +58,7 @@ from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
 from cpmrt.opening import Blueprint
+from cpmrt.ops import ANY_ROWS, RowKind
 
 if TYPE_CHECKING:
     from cpmrt.cuda.draft.speculation import Speculation
@@ -96,7 +97,8 @@ class CudaExecutor:
         self._num_logprobs: dict[int, int] = {}
         self._screened: set[int] = set()
         """Slots of sequences for which it pays to screen the head."""
-        self._lengths = Lengths(self._limits.tree_shapes)
+        sparse = self.config.sparse
+        self._lengths = Lengths(self._limits.tree_shapes, sparse.dense_context if sparse else 0)
         self._closed, self._resources = False, ExitStack()
         self._threads = local()
         """What each calling thread knows: whether the device is current there."""
@@ -131,7 +133,7 @@ class CudaExecutor:
         self._forward = StepForward(
             self.config, device, launcher, self._gemm, self._arrays, plan.caches, taps, self._rings.addresses[1]
         )
-        self._own_lengths = {count: self._forward.own_length(count) for count in self._row_counts}
+        self._own_kinds = {count: self._forward.own_kinds(count) for count in self._row_counts}
         self._prompts = PromptPasses(self.config, self._forward, self._arrays, self._dtype, self.stream)
         self._slot_states = SlotStates(launcher, plan.caches.states(self._arrays))
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
@@ -202,15 +204,13 @@ class CudaExecutor:
             self._slot_states.keep(step.slot, step.snapshot)
         return Nothing()
 
-    def _decode_graph(self, slots: tuple[int, ...]) -> tuple[str, int]:
+    def _decode_graph(self, slots: tuple[int, ...]) -> tuple[str, int] | tuple[str, int, RowKind]:
         """Return which graph decodes these slots without masks."""
         num_rows = _at_least(len(slots), self._row_counts)
         if self._forward.screens(num_rows) and self._screened.issuperset(slots):
             return "screened", num_rows
-        length = self._own_lengths[num_rows]
-        if length is None or not self._lengths.are(length, slots, num_rows):
-            return "decode", num_rows
-        return length, num_rows
+        kinds = (kind for kind in self._own_kinds[num_rows] if self._lengths.are(kind, slots, num_rows))
+        return "decode", num_rows, next(kinds, ANY_ROWS)
 
     def _submit_masked(self, step: Decode) -> Pending:
         """Start a decode step some of whose slots have masks or bring certain tokens."""
@@ -263,7 +263,10 @@ class CudaExecutor:
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:
             raise ConfigError("nothing drafts", expected="Decode steps", actual="Speculate", fix="give LLM a draft")
-        return self._speculation.speculate(self._graphs, step, self._logprobs_of(step.slots))
+        kinds = (kind for kind in self._forward.tree_kinds if self._lengths.are(kind, step.slots, len(step.slots)))
+        return self._speculation.speculate(
+            self._graphs, step, self._logprobs_of(step.slots), next(kinds, ANY_ROWS)
+        )  # fmt: skip
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""
@@ -365,7 +368,7 @@ class CudaExecutor:
         after_decode = None if self._speculation is None else self._speculation.after_decode
         launches = step_launches(steps, self._forward, self._buckets, self._row_counts, after_decode)
         for name, launch in launches.items():
-            if isinstance(name, tuple) and name[0] in ("decode", "screened", "short", "long"):
+            if isinstance(name, tuple) and name[0] in ("decode", "screened"):
                 graphs.add_step(name, launch, partial(steps.loop_end, name[1], name[1]))
             else:
                 graphs.add(name, launch)

@@ -1,8 +1,10 @@
 """The op contract: what the fast path launches, with shapes and tolerances. Both executors fit it."""
 
 from cpmrt.ops.operands import (
+    ANY_ROWS,
     NOTHING,
     SHORT_KEYS,
+    WINDOW_STRIDE,
     BlockWeight,
     CompressedKeys,
     Fp8Pages,
@@ -15,7 +17,7 @@ from cpmrt.ops.operands import (
     QkvWeights,
     QuantizedWeight,
     Routing,
-    RowLength,
+    RowKind,
     Rows,
     Selection,
 )
@@ -23,9 +25,11 @@ from cpmrt.ops.protocol import Ops
 from cpmrt.ops.spec import OPS, OpSpec, check_latent_shapes, check_shapes
 
 __all__ = [
+    "ANY_ROWS",
     "NOTHING",
     "OPS",
     "SHORT_KEYS",
+    "WINDOW_STRIDE",
     "BlockWeight",
     "CompressedKeys",
     "Fp8Pages",
@@ -40,7 +44,7 @@ __all__ = [
     "QkvWeights",
     "QuantizedWeight",
     "Routing",
-    "RowLength",
+    "RowKind",
     "Rows",
     "Selection",
     "check_latent_shapes",

@@ -20,9 +20,26 @@ FP8_SCALE_EXPONENTS = (-8, 7)
 """Exponents of the smallest and the largest scale: 2^-8 represents all of fp8 up to 1.75, 2^7 all that fp16 holds."""
 
 
+WINDOW_STRIDE = 16
+"""Windows of compressed keys end at positions with whole multiples of so many tokens up to them."""
 SHORT_KEYS = 2048
 """Up to so many keys of a row its attention may be done otherwise than of more, for the same result."""
-RowLength = Literal["short", "long"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """What the host knows of all rows of a decode step. What is launched depends on it, but no result does."""
+
+    length: Literal["short", "long"] | None = None
+    """Each sees at most SHORT_KEYS keys, or each more."""
+    is_inside: bool = False
+    """No window of compressed keys ends at the position of any (`WINDOW_STRIDE`): none is stored."""
+    is_dense: bool = False
+    """Each sees so few keys that it does not choose among blocks."""
+
+
+ANY_ROWS = RowKind()
+"""Of rows of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +68,7 @@ class Rows:
     """int32 [T]"""
     reach: Any = None
     """int32 [T], the last position that each row of a block looks at, which may lie behind its own; None: its own."""
-    length: RowLength | None = field(default=None, kw_only=True)
-    """What is expected: each sees at most SHORT_KEYS keys ("short"), or each more ("long"). No result depends on it."""
+    kind: RowKind = field(default=ANY_ROWS, kw_only=True)
 
     def of_attention(self) -> Rows:
         """Return the rows as attention takes them, which knows no other position than the last one that it reads."""

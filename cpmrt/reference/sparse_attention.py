@@ -16,10 +16,10 @@ import numpy as np
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType, round_to
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
-from cpmrt.ops import Fp8Pages, KVPages, Rows, Selection
+from cpmrt.ops import WINDOW_STRIDE, Fp8Pages, KVPages, Rows, Selection
 from cpmrt.reference.kv_rows import gather, gather_row
 
-_FINE, _COARSE = 16, PAGE_SIZE
+_FINE, _COARSE = WINDOW_STRIDE, PAGE_SIZE
 """Tokens between the windows of K1 and of K2; a window is twice, for K2 two pages, as long."""
 _ENTRIES = PAGE_SIZE // _FINE
 

@@ -9,6 +9,7 @@ import pytest
 from attention_cases import AttentionDevice, assert_close, make_case, oracle
 
 from cpmrt.dtypes import DType
+from cpmrt.ops import RowKind
 
 pytestmark = pytest.mark.gpu
 
@@ -44,9 +45,9 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any, portable: bool) -> None:
     alone = np.concatenate([launcher.run(case.row(i)) for i in range(len(case.q))])
     for num_rows in (2, 5, 8, 12, 16, 31, 32, 64):
         rows = [(7 * i + num_rows) % len(case.q) for i in range(num_rows)]
-        for length in ("short", "long"):
-            found = launcher.run(case.take(rows), pdl=num_rows % 2 == 0, length=length)
-            assert np.array_equal(found, alone[rows]), (num_rows, length)
+        for kind in (RowKind("short"), RowKind("long")):
+            found = launcher.run(case.take(rows), pdl=num_rows % 2 == 0, kind=kind)
+            assert np.array_equal(found, alone[rows]), (num_rows, kind)
 
 
 def test_repeated_and_dependent_launches_give_the_same_bits(cuda: Any) -> None:

@@ -21,7 +21,7 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.products import Products
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
-from cpmrt.ops import OPS, Handoff, KVPages, QkvWeights, Rows
+from cpmrt.ops import ANY_ROWS, OPS, Handoff, KVPages, QkvWeights, RowKind, Rows
 from cpmrt.reference.ops import NumpyOps
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -123,7 +123,7 @@ class Step:
         self.x = row.held["x"].copy()
         self.q, self.out = (cuda.array(np.full((1, row.shape.heads.q_size), np.nan, np.float32), dtype) for _ in "qo")
         places = (cuda.array(np.array([value], np.int32)) for value in (position, slot))
-        self.rows = Rows(None, *places, row.held["table"], False, length="short")
+        self.rows = Rows(None, *places, row.held["table"], False, kind=RowKind("short"))
         launcher = cuda.launcher(dtype, pdl=pdl)
         self.products = Products(cuda.device, launcher, None, row.arrays, row.plan.decode)  # type: ignore[arg-type]
         self.attention = AttentionOps(launcher, row.plan, row.arrays)
@@ -246,7 +246,7 @@ def test_only_plain_rows_are_held() -> None:
     shape = SHAPES["demo"]
     weight = PackedWeight(np.zeros(0), None, shape.layout(H200))  # type: ignore[arg-type]
     x, one, pages = np.zeros((1, 256)), np.zeros(1, np.int32), np.zeros((4, 2, 64, 64))
-    rows = Rows(None, one, one, np.zeros((1, 4)), False, length="short")
+    rows = Rows(None, one, one, np.zeros((1, 4)), False, kind=RowKind("short"))
     kv, weights = KVPages(pages, pages), QkvWeights(one, weight)
 
     def held(rows: Rows = rows, weights: QkvWeights = weights, x: Any = x, rope: Any = one) -> HeldQkv | None:
@@ -254,7 +254,7 @@ def test_only_plain_rows_are_held() -> None:
 
     assert held() is not None
     for given in (
-        {"rows": replace(rows, length=None)},
+        {"rows": replace(rows, kind=ANY_ROWS)},
         {"rows": replace(rows, tree_masks=one)}, {"rows": replace(rows, locations=one)},
         {"rows": replace(rows, reach=one)}, {"weights": replace(weights, bias=one)},
         {"weights": replace(weights, norm=None)}, {"weights": replace(weights, q_norm=one)},

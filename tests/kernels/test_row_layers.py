@@ -25,7 +25,7 @@ from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.cuda.ops.linear_packed.row_layers import MOST_LAYERS
 from cpmrt.dtypes import DType, to_float32
 from cpmrt.memory.caches import PAGE_SIZE
-from cpmrt.ops import NOTHING, Fp8Pages, KVPages, Rows
+from cpmrt.ops import NOTHING, Fp8Pages, KVPages, RowKind, Rows
 
 PAGES, LAYERS = 40, 3
 POSITIONS = (0, 63, 64, 255, 256, 700, 1087, 2500)
@@ -94,7 +94,7 @@ class Stack:
         pages = [self.filled(layer, position) for layer in range(LAYERS + 1)]
         place, slots = (cuda.array(np.array([value], np.int32)) for value in (position, slot))
         table = cuda.array(self.table[None])
-        rows = Rows(place, place, slots, table, False, length="short")
+        rows = Rows(place, place, slots, table, False, kind=RowKind("short"))
         one, eps = np.int32(1), np.float32(EPS)
         counts = (one, *map(np.int32, (shape.heads, shape.kv_heads, PAGES, PAGES * PAGE_SIZE)))
         add, sizes = (None, one, np.int32(shape.hidden), SCALE), (one, np.int32(shape.inner), eps)
@@ -183,7 +183,7 @@ class Ops:
         x, inner, out, q = (np.zeros((1, width), np.uint16) for width in widths)
         pages = [np.zeros((count, heads.num_kv_heads, PAGE_SIZE, head_dim), np.uint16) for count in (2, 2, 3)]
         place, table, one, eps = np.zeros(1, np.int32), np.zeros((1, 2), np.int32), np.int32(1), np.float32(EPS)
-        rows, norm = Rows(place, place, place, table, False, length="short"), np.zeros(shape.hidden, np.uint16)
+        rows, norm = Rows(place, place, place, table, False, kind=RowKind("short")), np.zeros(shape.hidden, np.uint16)
         kv, scale = KVPages(pages[0], pages[1], None), head_dim**-0.5
         fp8 = Fp8Pages(*(np.zeros(1, np.uint8) for _ in range(4)))
         self.attention = {

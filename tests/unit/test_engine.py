@@ -286,7 +286,8 @@ class FailsWhileRunning(ScriptedExecutor):
 
     def run_one(self):
         if len(self.steps) == 4:
-            self.queue.popleft()
+            step, _ = self.queue.popleft()
+            self.running[step.slots[0]].finished = True  # how far it came is not known
             raise RuntimeError("a fault")
         super().run_one()
 

@@ -19,6 +19,7 @@ from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.dtypes import DType
 from cpmrt.opening import described
+from cpmrt.ops import ANY_ROWS
 from cpmrt.weights.model_folder import ModelFolder
 
 SHAPE = shape_config("minicpm4-0.5b") | {"num_hidden_layers": 3}
@@ -105,7 +106,7 @@ def opened(blueprint: Any) -> tuple[Watching, Any]:
 @pytest.mark.parametrize("lookup", [0, 9])
 def test_a_step_drafts_until_the_chain_is_there_and_verifies_it(blueprint_of: Any, inner: str, lookup: int) -> None:
     launcher, speculation = opened(blueprint_of(inner, **({"lookup": lookup} if lookup else {})))
-    speculation.launches((64,))["speculate", 0, 1]()
+    speculation.launches((64,))["speculate", 0, 1, ANY_ROWS]()
     begin = ["speculate_begin", *PASS, "chain_begin"]
     end = ["chain_end", *["lookup"] * (lookup > 0), *VERIFIED]
     assert launcher.drafting() == [*begin, LOOP, *ROUNDS[inner][1], "chain_goes_on", *end]
@@ -113,7 +114,7 @@ def test_a_step_drafts_until_the_chain_is_there_and_verifies_it(blueprint_of: An
 
 def test_only_the_targets_step_is_reported(blueprint_of: Any) -> None:
     launcher, speculation = opened(blueprint_of("eagle2"))
-    speculation.launches((64,))["speculate", 0, 1]()
+    speculation.launches((64,))["speculate", 0, 1, ANY_ROWS]()
     (_, of_small), (_, of_target) = (launch for launch in launcher.launched if launch[0] == "accept")
     token_counts, results = 2, 9
     assert of_small[token_counts] is None and of_small[results] is None

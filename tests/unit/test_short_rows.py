@@ -15,27 +15,27 @@ from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.cuda.step.lengths import Lengths
 from cpmrt.executor import Decode, Prefill, Release, Speculate
 from cpmrt.opening import described
-from cpmrt.ops import SHORT_KEYS
+from cpmrt.ops import SHORT_KEYS, RowKind
 from cpmrt.weights.model_folder import ModelFolder
 
 
 def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
     lengths = Lengths((TreeShape(2, 4, 12), TreeShape(5, 1, 6), TreeShape(1, 4, 2, lookup_length=11)))
-    assert lengths.are_within((0, 3), 0)
+    assert lengths.of(0) == lengths.of(3) == 0
     lengths.add(Prefill(3, (7,) * 64, 0, False))
     lengths.add(Prefill(3, (7,) * 10, 64, True))
-    assert lengths.are_within((3,), 74) and not lengths.are_within((3,), 73)
+    assert lengths.of(3) == 74
     lengths.add(Decode((3, 1)))
     lengths.add(Decode((1, 3), certain=((), (5, 6))))
-    assert lengths.are_within((3,), 78) and not lengths.are_within((3,), 77) and lengths.are_within((1,), 2)
+    assert (lengths.of(3), lengths.of(1)) == (78, 2)
     lengths.add(Speculate((3,), 1))
     lengths.add(Speculate((1,)))
     lengths.add(Release(3))
-    assert lengths.are_within((1, 3), 84) and not lengths.are_within((1, 3), 83) and lengths.are_within((1,), 5)
+    assert (lengths.of(3), lengths.of(1)) == (84, 5)
     lengths.add(Prefill(3, (1, 2), 0, True))
-    assert lengths.are_within((3,), 2)
+    assert lengths.of(3) == 2
     lengths.add(Speculate((3,), 2))
-    assert lengths.are_within((3,), 14) and not lengths.are_within((3,), 13)
+    assert lengths.of(3) == 14
 
 
 def test_rows_are_short_or_long_together() -> None:
@@ -43,10 +43,40 @@ def test_rows_are_short_or_long_together() -> None:
     lengths = Lengths(())
     for slot in range(8):
         lengths.add(Prefill(slot, (7,) * (SHORT_KEYS + (slot >= 4)), 0, True))
-    assert lengths.are("short", (0,), 1) and lengths.are("short", (0, 1, 2), 4)
-    assert not lengths.are("short", (4,), 1) and not lengths.are("short", (0, 1, 4), 4)
-    assert lengths.are("long", (4, 5, 6, 7), 4)
-    assert not lengths.are("long", (4, 5, 6), 4) and not lengths.are("long", (3, 4, 5, 6), 4)
+    assert lengths.are(RowKind("short"), (0,), 1) and lengths.are(RowKind("short"), (0, 1, 2), 4)
+    assert not lengths.are(RowKind("short"), (4,), 1) and not lengths.are(RowKind("short"), (0, 1, 4), 4)
+    assert lengths.are(RowKind("long"), (4, 5, 6, 7), 4)
+    assert not lengths.are(RowKind("long"), (4, 5, 6), 4) and not lengths.are(RowKind("long"), (3, 4, 5, 6), 4)
+
+
+def test_rows_are_inside_windows_where_no_multiple_of_sixteen_is_reached() -> None:
+    lengths, found = Lengths(()), []
+    lengths.add(Prefill(0, (7,) * 30, 0, True))
+    for certain in ((), (), (), (5,) * 13, (), (5,), ()):
+        lengths.add(Decode((0,), certain=(certain,)))
+        found.append((lengths.of(0), lengths.are(RowKind(is_inside=True), (0,), 1)))
+    assert found == [(31, True), (32, False), (33, True), (47, True), (48, False), (50, True), (51, True)]
+    drafting = Lengths((TreeShape(2, 4, 12),))
+    drafting.add(Prefill(0, (7,) * 30, 0, True))
+    drafting.add(Decode((0,)))
+    assert not drafting.are(RowKind(is_inside=True), (0,), 1), "a step before it may have accepted fewer"
+
+
+def test_rows_are_dense_as_long_as_none_can_have_to_choose() -> None:
+    dense, both = RowKind(is_dense=True), RowKind(is_inside=True, is_dense=True)
+    lengths = Lengths((TreeShape(2, 4, 12),), 100)
+    lengths.add(Prefill(0, (7,) * 98, 0, True))
+    lengths.add(Prefill(1, (7,) * 100, 0, True))
+    assert lengths.are(dense, (0, 1), 2) and not lengths.are(both, (0, 1), 2)
+    lengths.add(Speculate((0,)))
+    assert not lengths.are(dense, (0,), 1), "three tokens may have come"
+    lengths.add(Decode((1,)))
+    assert not lengths.are(dense, (1,), 1)
+    plain = Lengths((), 100)
+    plain.add(Prefill(0, (7,) * 96, 0, True))
+    assert not plain.are(both, (0,), 1) and plain.are(dense, (0,), 1)
+    plain.add(Decode((0,)))
+    assert plain.are(both, (0,), 1)
 
 
 def compiled_for(folder: Path, shape: str, arch: str, **changes: Any) -> list[tuple[str, Any]]:

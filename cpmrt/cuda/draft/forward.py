@@ -27,7 +27,7 @@ from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.draft import LAST_PHASE, PREFIX, Draft, DraftModel
 from cpmrt.models.drafts.dspark import MarkovWeights
 from cpmrt.models.planning import ExecutorNeeds
-from cpmrt.ops import Rows
+from cpmrt.ops import ANY_ROWS, RowKind, Rows
 from cpmrt.speculation.procedure import MAX_WAITING
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
@@ -204,8 +204,14 @@ class DraftForward:
         hidden = a["draft.parents"][:num_rows] if self._draft.is_eagle else left
         self._model.forward(self._ops, self._rows(num_rows, *places), hidden, slice(num_rows), is_first=False)
 
-    def tree(self, num_rows: int) -> None:
+    @property
+    def tree_kinds(self) -> tuple[RowKind, ...]:
+        """Return none: a small model has no sparse attention."""
+        return ()
+
+    def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
         """Run the nodes of a tree that was drafted for a small model; all have logits."""
+        assert kind == ANY_ROWS, kind
         self.frontier(num_rows)
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
@@ -251,8 +257,13 @@ def draft_forward(
 class TreeForward(Protocol):
     """The target's part in a speculative step."""
 
-    def tree(self, num_rows: int) -> None:
-        """Run the nodes of draft trees; all have logits."""
+    @property
+    def tree_kinds(self) -> tuple[RowKind, ...]:
+        """The kinds of nodes for which `tree` launches something else."""
+        ...
+
+    def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
+        """Run the nodes of draft trees, all of this kind; all have logits."""
         ...
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
@@ -274,7 +285,8 @@ def every_shape(
     steps = [(shape, count) for shape, at_most in zip(draft.shapes, most, strict=True)
              for count in captured_counts(at_most)]  # fmt: skip
     for shape, count in steps:
-        target.tree(count * shape.num_nodes)
+        for kind in (*target.tree_kinds, ANY_ROWS):
+            target.tree(count * shape.num_nodes, kind=kind)
     target.path_accepted(1, draft.max_tree_size)
     if forward is None:
         return

@@ -20,6 +20,7 @@ from cpmrt.cuda.step.masks import TreeRing
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.draft import Draft
+from cpmrt.ops import ANY_ROWS, RowKind
 from cpmrt.speculation.procedure import speculate, speculate_block, speculate_chain
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class DraftLaunches:
 
     Which slots they are about, at most `num_trees`, the kernels read from the command of the step; rows are counted for
     one of them. `inner`: of a small model that has a draft of its own. With `ring` nodes have masks: the host is told
-    the tree, and looks at it while the target runs.
+    the tree, and looks at it while the target runs. `kind`: of all nodes, as `Rows` has it.
     """
 
     def __init__(
@@ -107,8 +108,9 @@ class DraftLaunches:
         inner: InnerSteps | None = None,
         ring: TreeRing | None = None,
         num_trees: int = 1,
+        kind: RowKind = ANY_ROWS,
     ):
-        self._num_trees = num_trees
+        self._num_trees, self._kind = num_trees, kind
         self._draft, self._kernels, self._forward = parts.draft, parts.kernels, parts.forward
         self._blocks, self._target, self._inner, self._ring = parts.blocks, target, inner, ring
         self._logits: DeviceArray = arrays["logits"]
@@ -169,7 +171,7 @@ class DraftLaunches:
     def verify(self, shape: TreeShape) -> None:
         if self._ring is not None:
             self._kernels.report_tree(shape, self._ring)
-        self._target.tree(shape.num_nodes * self._num_trees)
+        self._target.tree(shape.num_nodes * self._num_trees, kind=self._kind)
 
     def sample(self, shape: TreeShape) -> None:
         if self._ring is not None:

@@ -27,6 +27,7 @@ from cpmrt.executor import Decode, Speculate, TreeMasks
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.draft import tables as draft_tables
+from cpmrt.ops import ANY_ROWS, RowKind
 from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up
 
 
@@ -86,8 +87,9 @@ class Speculation:
         """Return by name of its graph what the draft does of its own accord: the speculative step of each shape for
         each number of sequences, the draft's pass over a chunk of each bucket, catching up."""
         found: dict[Hashable, Callable[[], None]] = {
-            ("speculate", number, count): self._parts.step(self._ops_of(count), shape)
+            ("speculate", number, count, kind): self._parts.step(self._several_ops(num_trees=count, kind=kind), shape)
             for number, shape, count in self._steps()
+            for kind in (*self._target.tree_kinds, ANY_ROWS)
         }
         if self._forward is not None:
             found |= {("draft", bucket): partial(after_chunk, self._ops, bucket) for bucket in buckets}
@@ -102,9 +104,10 @@ class Speculation:
         launches = self.launches(buckets)
         if self._inner is None:
             for number, shape, count in self._steps():
-                name = "speculate", number, count
                 num_rows, num_words = 1 if count == 1 else count * shape.num_nodes, count * shape.max_emitted
-                graphs.add_step(name, launches.pop(name), partial(loop_end, num_rows, num_words))
+                for kind in (*self._target.tree_kinds, ANY_ROWS):
+                    name = "speculate", number, count, kind
+                    graphs.add_step(name, launches.pop(name), partial(loop_end, num_rows, num_words))
         for other, launch in launches.items():
             graphs.add(other, launch)
 
@@ -118,9 +121,6 @@ class Speculation:
         for number, (shape, most) in enumerate(zip(self._draft.shapes, self.most, strict=True)):
             for count in captured_counts(most):
                 yield number, shape, count
-
-    def _ops_of(self, num_trees: int) -> DraftLaunches:
-        return self._ops if num_trees == 1 else self._several_ops(num_trees=num_trees)
 
     def fill_tables(self, capacity: int, position_limit: int) -> None:
         """Fill the buffers, on the current stream. `capacity`: positions that a slot's own pages hold."""
@@ -158,15 +158,16 @@ class Speculation:
             for slot in self._waiting.before_decode(counts):
                 self._run_catch_up(graphs, slot)
 
-    def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...]) -> Answer:
-        """Start a step. `num_logprobs`: what each of its sequences asked for."""
+    def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...], kind: RowKind) -> Answer:
+        """Start a step. `num_logprobs`: what each of its sequences asked for. `kind`: of its nodes, one of the target's
+        `tree_kinds` or ANY_ROWS."""
         num_rows = self._first_rows(step)
         for slot in step.slots:
             if self._forward is not None and self._waiting.before_speculation(slot, num_rows):
                 self._run_catch_up(graphs, slot)
         self._rings.write_slots(SPECULATE, step.slots)
         help_along: Callable[[], bool | None] | None = None
-        name = "speculate", step.shape, captured_count(len(step.slots), self.most[step.shape])
+        name = "speculate", step.shape, captured_count(len(step.slots), self.most[step.shape]), kind
         if step.masks is not None:
             help_along = self._start_masked(graphs, step.shape, num_rows, step.masks)
         elif self._inner is not None:

@@ -11,10 +11,8 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
-from cpmrt.ops import Fp8Pages, KVPages, Rows
+from cpmrt.ops import WINDOW_STRIDE, Fp8Pages, KVPages, Rows
 
-_WINDOW_ROWS = 16
-"""Consecutive rows of which one ends a window of compressed keys."""
 _PATH_WINDOWS = 5
 """Windows that may end within an accepted path."""
 
@@ -79,7 +77,7 @@ def compress_keys(launch: Launcher, kv: KVPages, rows: Rows) -> None:
     assert kv.compressed is not None, "planned without sparse attention"
     keys, num_rows = kv.scored_keys, len(rows.positions)
     _, num_kv_heads, _, head_dim = keys.shape
-    rows_per_block = 1 if num_rows <= MAX_ROWS else _WINDOW_ROWS
+    rows_per_block = 1 if num_rows <= MAX_ROWS else WINDOW_STRIDE
     sizes = num_rows, rows_per_block, rows.block_tables.shape[1]
     launch(
         COMPRESS_KEYS, PageConstants(head_dim, isinstance(keys, Fp8Pages)),

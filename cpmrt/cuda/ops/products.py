@@ -130,7 +130,7 @@ class Products:
         else:  # with null pages the kernel stores the projection as it is, the bias added
             left = project(raw, None, None)
             self._append(q, kv, raw, None, weights, (q_nope, nope), rest, rows)
-        if kv.compressed is not None and rows.tree_masks is None:
+        if kv.compressed is not None and rows.tree_masks is None and not rows.kind.is_inside:
             compress_keys(self._launch, kv, rows)
         return left
 

@@ -23,7 +23,7 @@ from cpmrt.cuda.ops.screened_head import COPY, MOST_ROWS, ScreenedHead, ScreenPl
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import BoundLayer, Decoder
 from cpmrt.models.mixers.grouped import BoundAttention, kv_pages
-from cpmrt.ops import RowLength, Rows
+from cpmrt.ops import ANY_ROWS, RowKind, Rows
 
 
 class StepForward:
@@ -77,8 +77,8 @@ class StepForward:
             self.decode(count)
             if self.screens(count):
                 self.decode(count, is_screened=True)
-            if length := self.own_length(count):
-                self.decode(count, length=length)
+            for kind in self.own_kinds(count):
+                self.decode(count, kind=kind)
         self.head_of_first_row()
 
     def chunk(self, num_rows: int) -> None:
@@ -89,19 +89,23 @@ class StepForward:
         """Whether the head of a decode step of so many rows can be screened."""
         return self.screen is not None and num_rows <= MOST_ROWS
 
-    def own_length(self, num_rows: int) -> RowLength | None:
-        """Return for which rows, short or long, a decode step of so many launches something else; None: for none."""
+    def own_kinds(self, num_rows: int) -> tuple[RowKind, ...]:
+        """Return the kinds of rows for which a decode step of so many launches something else, the narrowest first."""
+        if num_rows == 1 and self.tree_kinds and "draft_tree" not in self._arrays:
+            return RowKind(is_inside=True, is_dense=True), RowKind(is_inside=True)
+        if self.tree_kinds:
+            return self.tree_kinds
         if num_rows == 1:
-            return "short" if self._joins else None
+            return (RowKind("short"),) if self._joins else ()
         has_long = self._attention is not None and self._attention.has_long_launch(num_rows)
-        return "long" if has_long else None
+        return (RowKind("long"),) if has_long else ()
 
-    def decode(self, num_rows: int, *, is_screened: bool = False, length: RowLength | None = None) -> None:
+    def decode(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
         """Rows of at most MAX_ROWS sequences through every layer and the head.
 
-        `is_screened`: logits of tokens that no row can choose are -infinity. `length`: as `Rows` has it.
+        `is_screened`: logits of tokens that no row can choose are -infinity. `kind`: as `Rows` has it.
         """
-        x = self._layers(num_rows, length=length)
+        x = self._layers(num_rows, kind=kind)
         logits = self._arrays["logits"][:num_rows]
         if is_screened:
             assert self.screen is not None, "planned without a screen"
@@ -110,10 +114,15 @@ class StepForward:
         else:
             self.head(logits, x)
 
-    def tree(self, num_rows: int) -> None:
-        """The nodes of draft trees through every layer and the head."""
+    @property
+    def tree_kinds(self) -> tuple[RowKind, ...]:
+        """The kinds of nodes for which a pass over draft trees launches something else."""
+        return () if self._model.config.sparse is None else (RowKind(is_dense=True),)
+
+    def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
+        """The nodes of draft trees through every layer and the head. `kind`: as `Rows` has it."""
         places = (self._arrays[name][:num_rows] for name in ("locations", "tree_masks", "tree_base"))
-        self.head(self._arrays["logits"][:num_rows], self._layers(num_rows, *places))
+        self.head(self._arrays["logits"][:num_rows], self._layers(num_rows, *places, kind=kind))
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
         """Take in the path of each tree of so many nodes, whose keys and values are at their positions in pages of 16
@@ -130,12 +139,12 @@ class StepForward:
 
     def _layers(
         self, num_rows: int, *places: Any, first_state: int = 0, is_prefill: bool = False,
-        length: RowLength | None = None,
+        kind: RowKind = ANY_ROWS,
     ) -> Any:  # fmt: skip
         """The rows at the front of the buffers; returns the last layer's outputs."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
-        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places, length=length)
+        rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places, kind=kind)
         hidden = arrays["hidden"][first_state : first_state + num_rows] if "hidden" in arrays else None
         return self._model.forward(self.ops, arrays, rows, hidden)
 

@@ -13,6 +13,7 @@ from cpmrt.cuda.load.tables import fill
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels
 from cpmrt.cuda.step.masks import MaskRing
+from cpmrt.ops import ANY_ROWS
 
 
 def run_on_padding(launcher: Launcher, graphs: Graphs, slots: DeviceArray, forward: Callable[[], None]) -> None:
@@ -36,7 +37,7 @@ def step_launches(
 ) -> dict[Hashable, Callable[[], None]]:
     """Return by name of its graph what admits a sequence, recalls cached tokens, prefills a chunk of each bucket, gives
     its first token, and decodes each number of rows, with the head screened ("screened") too where it can be, and of
-    "short" or "long" ones where that is something else. `after_decode(rows)` ends a decode step, unless it is None."""
+    ones of a kind where that is something else. `after_decode(rows)` ends a decode step, unless it is None."""
 
     def first() -> None:
         steps.first_begin()
@@ -48,21 +49,21 @@ def step_launches(
         forward.chunk(bucket)
         steps.prefill_end()
 
-    def decode(num_rows: int, **kind: Any) -> None:
+    def decode(num_rows: int, **options: Any) -> None:
         steps.step_begin(num_rows)
-        forward.decode(num_rows, **kind)
+        forward.decode(num_rows, **options)
         steps.sample(num_rows)
         if after_decode is not None:
             after_decode(num_rows)
 
     plain: dict[Hashable, Callable[[], None]] = {"admit": steps.admit, "recall": steps.recall, "first": first}
     chunks = {("prefill", bucket): partial(prefill, bucket) for bucket in buckets}
-    decodes = {("decode", rows): partial(decode, rows) for rows in row_counts}
+    decodes: dict[Hashable, Callable[[], None]] = {}
     for rows in row_counts:
         if forward.screens(rows):
             decodes["screened", rows] = partial(decode, rows, is_screened=True)
-        if length := forward.own_length(rows):
-            decodes[length, rows] = partial(decode, rows, length=length)
+        for kind in (*forward.own_kinds(rows), ANY_ROWS):
+            decodes["decode", rows, kind] = partial(decode, rows, kind=kind)
     return plain | chunks | decodes
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from cpmrt.config import TreeShape
 from cpmrt.executor import Decode, Prefill, Speculate, Step
-from cpmrt.ops import SHORT_KEYS, RowLength
+from cpmrt.ops import SHORT_KEYS, WINDOW_STRIDE, RowKind
 
 
 class Lengths:
-    """The tokens of each slot at most, once the steps so far have run, also if they accept all that is drafted."""
+    """The tokens of each slot at most, once the steps so far have run, also if they accept all that is drafted.
 
-    def __init__(self, shapes: Sequence[TreeShape]):
-        self._shapes, self._tokens = shapes, dict[int, int]()
+    Without drafts they are known exactly, but for a sequence that ends within those steps.
+    """
+
+    def __init__(self, shapes: Sequence[TreeShape], dense_context: int = 0):
+        self._shapes, self._dense_context, self._tokens = shapes, dense_context, dict[int, int]()
 
     def add(self, step: Step) -> None:
         """Count what the step adds, before it runs."""
@@ -22,17 +25,23 @@ class Lengths:
             tokens[step.slot] = step.position + len(step.token_ids)
         elif isinstance(step, Decode):
             for slot, certain in zip(step.slots, step.certain or ((),) * len(step.slots), strict=True):
-                tokens[slot] = tokens.get(slot, 0) + len(certain) + 1
+                tokens[slot] = self.of(slot) + len(certain) + 1
         elif isinstance(step, Speculate):
             for slot in step.slots:
-                tokens[slot] = tokens.get(slot, 0) + self._shapes[step.shape].max_emitted
+                tokens[slot] = self.of(slot) + self._shapes[step.shape].max_emitted
 
-    def are(self, length: RowLength, slots: Sequence[int], num_rows: int) -> bool:
-        """Whether the rows of these slots in a step of so many are all short, or all long and none of them padding."""
-        if length == "short":
-            return self.are_within(slots, SHORT_KEYS)
-        return len(slots) == num_rows and all(self._tokens.get(slot, 0) > SHORT_KEYS for slot in slots)
+    def of(self, slot: int) -> int:
+        """Return the tokens of the slot at most."""
+        return self._tokens.get(slot, 0)
 
-    def are_within(self, slots: Iterable[int], most: int) -> bool:
-        """Whether all of these have at most so many tokens."""
-        return all(self._tokens.get(slot, 0) <= most for slot in slots)
+    def are(self, kind: RowKind, slots: Sequence[int], num_rows: int) -> bool:
+        """Whether the rows of these slots in a step of so many, which has been counted, are all of this kind; of long
+        ones none is padding, and where steps draft it is not known whether rows are inside windows."""
+        tokens = [self.of(slot) for slot in slots]
+        if kind.length == "short" and max(tokens) > SHORT_KEYS:
+            return False
+        if kind.length == "long" and (len(slots) < num_rows or min(tokens) <= SHORT_KEYS):
+            return False
+        if kind.is_inside and (self._shapes or not all(count % WINDOW_STRIDE for count in tokens)):
+            return False
+        return not kind.is_dense or max(tokens) <= self._dense_context

@@ -149,7 +149,7 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
     after = ops.qkv(
         q, pages, source, bound.qkv, rope, rows, step.eps, scratch.q_nope, is_attended=sees_all and not rows.is_prefill
     )
-    if mixer.sparse is not None:
+    if mixer.sparse is not None and not rows.kind.is_dense:
         queries = scratch.q_nope if mixer.sparse.use_nope else q
         ops.select_blocks(scratch.blocks, queries, pages, rows, scale, mixer.sparse)
         selection = Selection(scratch.blocks, mixer.sparse)

@@ -122,7 +122,7 @@ class AttentionOps:
             assert window == 0 and selection is None, "held for a row that sees everything"
             attend_held(self._launch, after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
             return
-        is_tree, is_selected, is_long = rows.tree_masks is not None, selection is not None, rows.length == "long"
+        is_tree, is_selected, is_long = rows.tree_masks is not None, selection is not None, rows.kind.length == "long"
         one = step_launch(
             self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected, is_long=is_long
         )  # fmt: skip

@@ -153,7 +153,7 @@ def hold_qkv(
     """Return the op to be launched with its attention; None where it is launched alone."""
     weight: Weight = weights.weight
     is_plain = rows.locations is None and rows.tree_masks is None and rows.reach is None
-    if len(x) > 1 or rows.length != "short" or not is_plain or rope is None or x.shape[1] != weight.shape[1]:
+    if len(x) > 1 or rows.kind.length != "short" or not is_plain or rope is None or x.shape[1] != weight.shape[1]:
         return None
     plan, norm = joined_plan(decode, device, kv, weights), weights.norm
     data = weight.data if isinstance(weight, PackedWeight) else weight

@@ -1,0 +1,108 @@
+"""Decode steps of rows of which something is known launch less, with the same bits (on a GPU)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from executors.cuda_models import BASE, ROWS, write_model
+from executors.repeatability_cases import SAMPLED, accompanied, answer, text
+
+from cpmrt import LLM
+from cpmrt.ops import ANY_ROWS, RowKind
+
+pytestmark = pytest.mark.gpu
+
+SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1}
+"""Rows of more than 256 tokens choose."""
+PARAMS = replace(SAMPLED, temperature=1.0, max_new_tokens=250)
+INSIDE, DENSE, BOTH = RowKind(is_inside=True), RowKind(is_dense=True), RowKind(is_inside=True, is_dense=True)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+SETTINGS: list[dict[str, Any]] = [
+    {}, {"cuda_graphs": False}, {"steps_per_launch": 4}, {"kv_dtype": "fp8"}, {"sparse": {"use_nope": True}},
+    {"load_format": "dummy", "hf_overrides": {"quantization_config": GPTQ}},
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path, BASE | ROWS["minicpm"] | {"intermediate_size": 256, "sparse_config": SPARSE})
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
+    """What every decode step is launched as."""
+    from cpmrt.cuda.executor import CudaExecutor  # which needs CuPy
+
+    found, real = list[tuple[Any, int]](), CudaExecutor._decode_graph
+
+    def spied(self: CudaExecutor, slots: tuple[int, ...]) -> tuple[Any, int]:
+        found.append(graph := real(self, slots))
+        return graph
+
+    monkeypatch.setattr(CudaExecutor, "_decode_graph", spied)
+    return found
+
+
+def opened(folder: Path, **settings: Any) -> LLM:
+    return LLM(folder, **{"executor": "cuda", "max_context": 1024, "prefix_cache": False} | settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("is_portable", [False, True])
+def test_one_row(
+    folder: Path, graphs: list[Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], is_portable: bool
+) -> None:
+    """A row ends a window where a multiple of 16 tokens is reached, and chooses from 257 on."""
+    from cpmrt.cuda.step.lengths import Lengths
+
+    monkeypatch.setenv("CPMRT_PORTABLE", str(int(is_portable)))
+    prompt = text(230, 1, BASE["vocab_size"])
+    with opened(folder, **settings) as llm:
+        found = answer(llm, prompt, PARAMS)
+        kinds = [BOTH] * 9 + [ANY_ROWS] + [BOTH] * 15 + [ANY_ROWS] + [INSIDE] * 15 + [ANY_ROWS, INSIDE]
+        assert graphs[: len(kinds)] == [("decode", 1, kind) for kind in kinds]
+        with monkeypatch.context() as wrong:
+            wrong.setattr(Lengths, "are", lambda self, kind, *_: kind == BOTH)
+            assert answer(llm, prompt, PARAMS) != found, "nothing depends on the choice"
+            wrong.setattr(Lengths, "are", lambda *_: False)
+            answer(llm, prompt[::-1], PARAMS)  # leaves other keys
+            wrong.setattr(Lengths, "are", lambda self, kind, *_: kind == INSIDE)
+            assert answer(llm, prompt, PARAMS) != found, "nothing depends on compressed keys"
+        monkeypatch.setattr(Lengths, "are", lambda *_: False)
+        graphs.clear()
+        assert answer(llm, prompt, PARAMS) == found and set(graphs) == {("decode", 1, ANY_ROWS)}
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}], ids=str)
+def test_several_rows(folder: Path, graphs: list[Any], settings: dict[str, Any]) -> None:
+    """All of them are dense, then only some, then none."""
+    prompts = [text(100 + 30 * number, number, BASE["vocab_size"]) for number in range(4)]
+    with opened(folder, **settings) as llm:
+        alone = [answer(llm, prompt, PARAMS) for prompt in prompts]
+    graphs.clear()
+    assert accompanied(lambda **more: opened(folder, **settings, **more), prompts, PARAMS) == alone
+    assert settings or {("decode", 4, kind) for kind in (DENSE, ANY_ROWS)} <= set(graphs)
+
+
+def test_trees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes are dense while those that are deepest can be, and not from then on."""
+    from cpmrt.cuda.draft.speculation import Speculation  # which needs CuPy
+
+    kinds, real = list[RowKind](), Speculation.speculate
+
+    def spied(self: Speculation, graphs: Any, step: Any, num_logprobs: Any, kind: RowKind) -> Any:
+        kinds.append(kind)
+        return real(self, graphs, step, num_logprobs, kind)
+
+    monkeypatch.setattr(Speculation, "speculate", spied)
+    prompt = text(200, 1, BASE["vocab_size"])
+    with opened(folder) as llm:
+        plain = answer(llm, prompt, PARAMS)
+    for shapes in ([(3, 1, 4)], [(5, 1, 6)]):
+        kinds.clear()
+        with opened(folder, draft="lookup", speculate={"shapes": shapes, "adaptive": False}) as llm:
+            assert answer(llm, prompt, PARAMS) == plain
+        assert set(kinds) == {DENSE, ANY_ROWS} and kinds == sorted(kinds, key=lambda kind: not kind.is_dense)
