@@ -69,10 +69,12 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #endif
 
 #if IN_CLUSTERS
+constexpr bool kHasPeers = CLUSTER > 1;
+
 // A run's partial to the blocks that merge its slices. The only block of a cluster keeps it, and sends itself nothing.
 DEVICE void hand_over(const unsigned char* shared, const unsigned char* results, const float (&log_sums)[kWarps][16],
                       uint32_t barrier, int member) {
-  if (CLUSTER > 1) return send_slices(shared, results, log_sums, barrier, member);
+  if (kHasPeers) return send_slices(shared, results, log_sums, barrier, member);
   const uint32_t received = shared_address(shared) + kReceivedOffset;
   merge_warps(results, log_sums, [&](int vector, const Partial& part) {
     const uint32_t place = member * kSlice + vector, out = received + place * 16;
@@ -84,9 +86,20 @@ DEVICE void hand_over(const unsigned char* shared, const unsigned char* results,
 
 // Until the partials of `members` runs are there; the barrier's phase has this parity. All threads of the block.
 DEVICE void await_partials(uint32_t barrier, int members, int parity) {
-  if (CLUSTER == 1) return __syncthreads();
+  if (!kHasPeers) return __syncthreads();
   if (is_first_thread()) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
   mbarrier_wait(barrier, parity);
+}
+
+// Says that what was received has been used. All threads of the block, which then wait with await_peers.
+DEVICE void announce_used() {
+  if (!kHasPeers) return __syncthreads();
+  cluster_announce();
+}
+
+// Until the peers' barriers exist, and what they received before has been used.
+DEVICE void await_peers() {
+  if (kHasPeers) cluster_wait();
 }
 #endif
 
@@ -198,7 +211,9 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
   if (kNeighbours) cut.num_runs = min(cut.num_runs, (first_cluster + turns) * kCluster);  // those of this cluster
   __shared__ uint64_t received;
   const uint32_t barrier = shared_address(&received);
-  if (IN_CLUSTERS) prepare_received(barrier);
+#if IN_CLUSTERS
+  if (kHasPeers) prepare_received(barrier);
+#endif
   const int64_t head_offset = (int64_t)(kv_head * kPageTokens + warp * kKeys) * HEAD_DIM;
   const int64_t page_stride = (int64_t)num_kv_heads * kPageTokens * HEAD_DIM;
   const int* block_table = block_tables + (int64_t)slot * pages_per_sequence;
@@ -243,7 +258,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
   for (int turn = 0; turn < turns; ++turn, target.cluster += step) {
     const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
 #if IN_CLUSTERS
-    if (first_member >= members) cluster_wait();  // as below
+    if (first_member >= members) await_peers();  // as below
 #endif
     for (int member = first_member; member < members; member += kRunsAtOnce) {
       const int run = target.cluster * kCluster + member, page = cut.first_page + run * cut.run_pages;
@@ -261,8 +276,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
       const unsigned char* results = own + kQueryBytes + (room.k_tile - stream.ring);
       team_barrier();
 #if IN_CLUSTERS
-      // The peers' barriers exist, and what they received before has been used.
-      if (member == first_member) cluster_wait();
+      if (member == first_member) await_peers();
       hand_over(shared, results, log_sums, barrier, member);
 #else
       merge_warps(results, log_sums, [&](int vector, const Partial& merged) { target.keep(heads, vector, merged); });
@@ -277,7 +291,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
 #if IN_CLUSTERS
     await_partials(barrier, members, turn & 1);
     merge_slices(shared, heads, target, rank, members);
-    if (turn + 1 < turns) cluster_announce();  // what was received has been used
+    if (turn + 1 < turns) announce_used();
 #endif
   }
   if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
