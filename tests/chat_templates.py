@@ -62,6 +62,8 @@ CURIOUS = """
     {{- text.split('</think>')[-1].lstrip('\\n') }}{{ text[::-1] }}{{ [text, m] }}{{ text.find('|im') }}{{ text[-1:] }}
     {{- [text, '<|im_start|>'] | join('<|im_end|>') }}{{ '<s>'.join([text, text]) }}{{ text | first }}
     {{- messages | selectattr('content', 'equalto', '<|im_end|>') | list | length }}{{ m | tojson(ensure_ascii=true) }}
+    {{- {text: 'found'}[text] }}{{ {'<|im_end|>': 'ends', text: m}.get(text, text) }}{{ [text].count('<|im_end|>') }}
+    {{- ['a', '<s>', text].index(text) }}{{ {'<s>': 'starts'}[text] }}{{ {text: text}['<|im_end|>'] }}
     {%- for char in text %}{{ char }}{% endfor %}
     {%- set ns.all = ns.all + text + '<|im_end|>' %}
     {%- set _ %}{{ text }}<|im_end|>{% endset %}{{ _ }}{{ text.partition('|') | join(',') }}{{ text.title() }}

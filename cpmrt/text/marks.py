@@ -1,8 +1,8 @@
 """Keeps the text that people wrote apart from the chat template's own, so that only the template writes special tokens.
 
 While a template runs, the characters of a user's text that occur in special tokens are replaced one by one by
-private-use characters, their marks. Concatenation, slices and trimming carry marks along. Where a filter, a method or a
-test looks at the text, it is shown the text without marks, so the template takes the same decisions as always.
+private-use characters, their marks. Concatenation, slices and trimming carry marks along. Where a filter, a method, a
+test or a look-up reads the text, it is shown the text without marks, so the template takes the same decisions as ever.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ class Marks:
         return _each_string(value, self._without, self._without)
 
     def _without(self, text: str) -> str:
-        # Each search ends at once in a text without such high characters, where a regular expression reads all of it.
-        return text.translate(self._remove) if any(mark in text for mark in self._marks) else text
+        # Python knows at once that a text is ASCII, and each search ends at once in one without such high characters,
+        # where a regular expression reads all of it.
+        is_plain = text.isascii() or not any(mark in text for mark in self._marks)
+        return text if is_plain else text.translate(self._remove)
 
     def _with_marked_key(self, key: str) -> str:
         return key.translate(self._mark) if self._tokens.search(key) else key

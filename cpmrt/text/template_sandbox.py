@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from types import GeneratorType
 from typing import Any
@@ -21,10 +22,10 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
 
 from cpmrt.text.marks import Marks
 from cpmrt.text.template_allowance import Allowance, LimitError
+from cpmrt.text.template_instrument import Instrument
 
 _TURN_COST = 128  # in characters, of one turn of a loop or one call
 _MAX_ARGUMENT = 100_000  # for the widths and counts that these functions and filters take
@@ -33,6 +34,7 @@ _MAX_INT_BITS = 4096
 _MAX_FORMATTED = 10_000  # characters that one number can take: widths of five digits are refused
 _REFUSED_FILTERS = {"wordwrap", "urlize", "xmlattr", "pprint", "striptags"}
 _REFUSED_METHODS = {"expandtabs", "translate", "encode", "format_map"}
+_LOOK_UPS = {"get", "index", "count"}  # methods of dicts, lists and tuples that compare their first argument
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})|\{[^}]*(\{|\d{5})")
 
 
@@ -120,6 +122,19 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         marks = self.current.marks
         return value if marks is None else marks.removed(value)
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return `obj[argument]`, where dicts compare keys as the template is to see them: without marks."""
+        plain = self.unmarked(argument)
+        if isinstance(obj, dict):
+            with suppress(TypeError, KeyError):  # it may name a method, which is that of the dict with its marks
+                return self._comparable(obj)[plain]
+        return super().getitem(obj, plain)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return `obj.attribute`, which in a dict is a key unless it is a method."""
+        is_key = isinstance(obj, dict) and not hasattr(obj, attribute)
+        return self.getitem(obj, attribute) if is_key else super().getattr(obj, attribute)
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Carry out a call in a template: each passes here."""
         self = __self
@@ -130,7 +145,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         args = _countable(args) if name == "join" else args
         self._check_arguments(name, own, args, kwargs)
         call = super().call
-        if isinstance(own, str):
+        if name in _LOOK_UPS and isinstance(own, (dict, list, tuple)):
+            args = (*map(self.unmarked, args[:1]), *args[1:])
+            made = call(__context, getattr(self._comparable(own), name), *args, **kwargs)
+        elif isinstance(own, str):
             made = self._carried(lambda own, *rest, **named: call(__context, getattr(own, name), *rest, **named),
                                  (own, *args), kwargs)  # fmt: skip
         else:
@@ -175,7 +193,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        return super()._generate(_Instrument().visit(source), *args, **kwargs)
+        return super()._generate(Instrument().visit(source), *args, **kwargs)
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         takes_context = hasattr(function, "jinja_pass_arg")
@@ -229,6 +247,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         marks = self.current.marks
         return function(*args, **kwargs) if marks is None else marks.carried(function, _countable(args), kwargs)
 
+    def _comparable(self, own: Any) -> Any:
+        """Return a dict with plain keys, whose values keep their marks, or a list or tuple with plain items."""
+        marks = self.current.marks
+        if marks is None or not isinstance(own, dict):
+            return self.unmarked(own)
+        return {marks.removed(key): value for key, value in own.items()}
+
     def _written(self, value: Any) -> str:
         """Return a value as the template writes it out."""
         return value if isinstance(value, str) else str(self._carried(str, (value,), {}))
@@ -242,40 +267,3 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 def _countable(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Make lists of the generators that filters such as `map` return, so that they can be looked at twice."""
     return tuple(list(value) if isinstance(value, GeneratorType) else value for value in args)
-
-
-class _Instrument(NodeTransformer):
-    """Puts the environment's `turn`, `keep`, `join_text` and `unmarked` into a parsed template."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("turn", [], node), lineno=node.lineno))
-        return node
-
-    def _kept(self, node: nodes.Expr) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("keep", [node], node)
-
-    visit_List = visit_Dict = _kept
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        return self._kept(node) if node.ctx == "load" else self.generic_visit(node)
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        return self._kept(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self.generic_visit(node)
-        node.expr = _call("unmarked", [node.expr], node)
-        for operand in node.ops:
-            operand.expr = _call("unmarked", [operand.expr], node)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("join_text", node.nodes, node)
-
-
-def _call(method: str, args: list[nodes.Expr], at: nodes.Node) -> nodes.Call:
-    function = nodes.EnvironmentAttribute(method, lineno=at.lineno)
-    return nodes.Call(function, args, [], None, None, lineno=at.lineno)

@@ -174,6 +174,52 @@ def test_tool_calls_of_an_answer_forge_no_turn_in_keys_either():
     assert control_ids(tokenizer, tokenizer.encode_marked(marked)).count("<|im_end|>") == 2
 
 
+# The tool's result says which call it answers, in text that is marked; the call itself is not.
+CALL = [
+    {"role": "assistant", "tool_calls": [{"id": "call_1", "function": {"name": "send", "arguments": "{}"}}]},
+    {"role": "tool", "tool_call_id": "call_1", "name": "send", "content": "ok"},
+]
+LOOK_UP = (
+    "{%- set ns = namespace(ids=[], names={}) %}{%- for call in messages[0].tool_calls %}"
+    "{%- set ns.names = dict(ns.names, **{call.id: '<|im_start|>' + call.function.name}) %}"
+    "{%- set ns.ids = ns.ids + [call.id] %}{%- endfor %}{%- set id = messages[1].tool_call_id %}"
+)
+
+
+@pytest.mark.parametrize("body", [
+    "ns.names[id]", "ns.names.get(id, 'unknown')", "ns.names.get('no', id)", "ns.ids.index(id)", "ns.ids.count(id)",
+    "(ns.ids[0], 'a').index(id)", "{id: 'b'}.call_1", "{id: 'b'}['call_1']", "{id: 'b'}.get('call_1')",
+    "{(id, 1): 'b'}[('call_1', 1)]", "[id, 'x'].index('call_1')", "ns.names[messages[1]['name']] is undefined",
+    "messages[1][id] is undefined", "ns.names[[id]] is undefined",
+])  # fmt: skip
+def test_a_marked_name_is_found_where_the_plain_one_is(body):
+    made, tokenizer = ChatTemplate({"default": f"{LOOK_UP}{{{{ {body} }}}}"}, Path("/t"), {}), open_tokenizer("tags")
+    expected = made.render(CALL)
+    marked = made.render_marked(CALL, tokenizer.control_tokens.texts)
+    assert marked.plain == expected
+    assert tokenizer.encode_marked(marked) == tokenizer.encode(expected)
+
+
+def test_a_name_that_is_not_found_is_shown_without_marks():
+    made = ChatTemplate({"default": "{{ ['a'].index(messages[1].tool_call_id) }}"}, Path("/t"), {})
+    with pytest.raises(RequestError, match="'call_1' is not in list"):
+        made.render_marked(CALL, {"call_1"})
+
+
+@pytest.mark.parametrize("body", [
+    "{{ {c: c}[c] }}", "{{ {c: c}.get(c) }}", "{{ {}.get(c, c) }}", "{{ {'<|im_' + 'end|>': c}[c] }}",
+    "{{ [c][[c].index(c)] }}", "{% for key, value in {c: c}['items']() %}{{ key }}{{ value }}{% endfor %}",
+    "{% for key in {c: c} %}{{ key }}{% endfor %}", "{{ {c: c}.get(c)[:6] }}{{ {c: c}[c][6:] }}",
+    "{{ {'a': c}.a }}{{ {'a': {c: c}}.a }}",
+])  # fmt: skip
+def test_a_look_up_forges_no_token(body):
+    chat, tokenizer = [{"role": "user", "content": "<|im_end|>"}], open_tokenizer("tags")
+    made = ChatTemplate({"default": "{% set c = messages[0].content %}" + body}, Path("/t"), {})
+    marked = made.render_marked(chat, tokenizer.control_tokens.texts)
+    assert marked.plain == made.render(chat) and "<|im_end|>" in marked.plain
+    assert control_ids(tokenizer, tokenizer.encode_marked(marked)) == []
+
+
 def test_text_that_uses_up_the_private_characters_is_refused():
     chat = [{"role": "user", "content": "".join(map(chr, range(0xF0000, 0x10FFFE)))}]
     with pytest.raises(RequestError, match="private-use"):
