@@ -71,10 +71,10 @@ class ModelQuantiser:
         """
         with Checkpoint.open(self.folder.path) as checkpoint, new_folder(out) as partial:
             check(tensor_specs(self.config), checkpoint)
+            copy_companions(self.folder.path, partial)
             with SafetensorsWriter(partial / SINGLE_NAME, self._plan(checkpoint)) as writer:
                 self._write_tensors(checkpoint, writer, windows, report)
             self._write_configs(partial)
-            copy_companions(self.folder.path, partial)
 
     def _write_tensors(
         self, checkpoint: Checkpoint, writer: SafetensorsWriter, windows: Sequence[Sequence[int]], report: Report

@@ -7,7 +7,6 @@ fragments, without qzeros and g_idx; and config.json of the GPTQ checkpoint.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,11 @@ from cpmrt.models.decoder import tensor_specs
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
 from cpmrt.quantization.formats import planned_tensors, words_of
 from cpmrt.quantization.grid import MIDDLE, QuantisedLinear
-from cpmrt.quantization.outputs import copy_companions, new_folder
+from cpmrt.quantization.outputs import copy_companions, copy_file, new_folder
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
+from cpmrt.weights.files import is_there
 from cpmrt.weights.formats import format_of
 from cpmrt.weights.formats.marlin import MARLIN, fused_module
 from cpmrt.weights.model_folder import ModelFolder
@@ -49,6 +49,10 @@ def convert(folder: ModelFolder, target: Path, *, back: bool) -> None:
     gptq = "gptq" if settings.v1_zeros else "gptq_v2"
     new, file_name = (gptq, SINGLE_NAME) if back else ("marlin", MARLIN_FILE)
     with Checkpoint.open(folder.path) as checkpoint, new_folder(target) as partial:
+        copy_companions(folder.path, partial)
+        for name in ("config.json", "quantize_config.json"):
+            if is_there(folder.path / name):
+                copy_file(folder.path / name, partial / name)
         linears, unchanged = _parts(folder, settings, checkpoint, back=back)
         kept = {name: checkpoint.entries[name] for name in unchanged}
         plans = {name: TensorPlan(entry.dtype, entry.shape) for name, entry in kept.items()}
@@ -60,10 +64,6 @@ def convert(folder: ModelFolder, target: Path, *, back: bool) -> None:
             for linear in linears:
                 for name, words in _tensors(linear, checkpoint, new):
                     writer.write(name, words)
-        copy_companions(folder.path, partial)
-        for name in ("config.json", "quantize_config.json"):
-            if (folder.path / name).exists():
-                shutil.copyfile(folder.path / name, partial / name)
 
 
 def _parts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +10,12 @@ from pathlib import Path
 
 from cpmrt.errors import ConfigError
 from cpmrt.weights.checkpoint import INDEX_NAME
+from cpmrt.weights.files import open_file, reading
 
 _COMPANIONS = ("*.json", "*.jinja", "*.jinja2", "*.model", "*.txt", "*.py", "LICENSE*")
 """Files that are copied beside the weights: tokenizer, chat template, remote code."""
 _NOT_COPIED = ("config.json", INDEX_NAME, "quantize_config.json", "*.index.json")
+_PIECE_BYTES = 1 << 20
 
 
 @contextmanager
@@ -52,8 +53,26 @@ def _partial(out: Path, kind: str) -> Iterator[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a checkpoint beside weights and configs; subfolders stay behind."""
-    for path in sorted(source.iterdir()):
+    """Copy what belongs to a checkpoint beside weights and configs; subfolders stay behind.
+
+    It comes before long work, which a file that cannot be read would end. Raises CheckpointError.
+    """
+    with reading(source):
+        paths = sorted(path for path in source.iterdir() if not path.is_dir())
+    for path in paths:
         is_wanted = any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS)
-        if is_wanted and path.is_file() and not any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED):
-            shutil.copyfile(path, target / path.name)
+        if is_wanted and not any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED):
+            copy_file(path, target / path.name)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file of a model's folder. Raises CheckpointError where it cannot be read or is a link out of the folder.
+    """
+    with target.open("wb") as file:
+        file.writelines(_pieces(source))
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open_file(path) as file, reading(path):
+        while piece := file.read(_PIECE_BYTES):
+            yield piece

@@ -34,6 +34,7 @@ def to_safetensors(folder: ModelFolder, target: Path) -> None:
     """
     dtype = folder.config.dtype or DType.BFLOAT16
     with Checkpoint.open(folder.path) as checkpoint, new_folder(target) as partial:
+        _copy_companions(folder.path, partial)
         sources = dict(plain_weights(folder, checkpoint))
         plans = {name: TensorPlan(dtype.safetensors_name, spec.shape) for name, spec in sources.items()}
         with SafetensorsWriter(partial / SINGLE_NAME, plans) as writer:
@@ -41,12 +42,15 @@ def to_safetensors(folder: ModelFolder, target: Path) -> None:
                 writer.write(name, pack(spec, checkpoint, dtype))
         config = {key: value for key, value in folder.raw_config.items() if key != "quantization_config"}
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if not is_gguf(folder.path):
-            copy_companions(folder.path, partial)
-            return
-        for name in _GGUF_COMPANIONS:
-            if is_there(folder.path / name):
-                (partial / name).write_bytes(read_file(folder.path / name, MAX_TOKENIZER_BYTES))
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    if not is_gguf(source):
+        copy_companions(source, target)
+        return
+    for name in _GGUF_COMPANIONS:
+        if is_there(source / name):
+            (target / name).write_bytes(read_file(source / name, MAX_TOKENIZER_BYTES))
 
 
 def plain_weights(folder: ModelFolder, checkpoint: Checkpoint) -> Iterator[tuple[str, TensorSpec]]:

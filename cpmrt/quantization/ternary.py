@@ -50,6 +50,7 @@ def write_ternary(folder: ModelFolder, out: Path, group_size: int) -> None:
         _check_columns(sources[name], group_size)
     with Checkpoint.open(folder.path) as checkpoint, new_folder(out) as partial:
         check(specs, checkpoint)
+        copy_companions(folder.path, partial)
         plan = {name: TensorPlan(checkpoint.entries[name].dtype, source.shape) for name, source in sources.items()}
         with SafetensorsWriter(partial / SINGLE_NAME, plan) as writer:
             for name in sources:
@@ -57,7 +58,6 @@ def write_ternary(folder: ModelFolder, out: Path, group_size: int) -> None:
                 stored = FLOATS[checkpoint.entries[name].dtype]
                 writer.write(name, _ternary_words(words, group_size, stored) if name in layers else words)
         (partial / "config.json").write_text(json.dumps(folder.raw_config, indent=2) + "\n")
-        copy_companions(folder.path, partial)
 
 
 def _ternary_words(words: Array, group_size: int, stored: DType) -> Array:

@@ -1,0 +1,62 @@
+"""What `cpmrt quantize` and `cpmrt convert` copy beside the weights: files of the model's folder, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+from cpmrt.cli.main import main
+from cpmrt.errors import CheckpointError
+from cpmrt.quantization import outputs
+from cpmrt.quantization.outputs import copy_companions, new_folder
+
+RTN = ("--method", "rtn", "--group-size", "32")
+TERNARY = ("--method", "ternary", "--group-size", "32")
+
+
+@pytest.mark.parametrize("command", [("quantize", *RTN), ("quantize", *TERNARY), ("convert", "--to", "safetensors")])
+def test_a_link_out_of_the_folder_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    folder, secret = write_checkpoint(tmp_path / "model"), tmp_path / "id_rsa"
+    secret.write_text("PRIVATE")
+    (folder / "notes.txt").symlink_to(secret)
+    name, *options = command
+    assert main([name, str(folder), str(tmp_path / "out"), *options]) == 1
+    said = capsys.readouterr().err
+    assert "notes.txt is a link that leads out of its folder" in said and "layer" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_marlin_and_back_copy_no_link_out_of_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+    folder = write_checkpoint(tmp_path / "model", **sizes)
+    assert main(["quantize", str(folder), str(tmp_path / "gptq"), "--method", "rtn"]) == 0
+    (tmp_path / "gptq" / "notes.txt").symlink_to(tmp_path / "model" / "config.json")
+    assert main(["convert", str(tmp_path / "gptq"), str(tmp_path / "out")]) == 1
+    assert "leads out of its folder" in capsys.readouterr().err
+
+
+def test_a_link_to_a_blob_of_the_hub_becomes_a_file(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "abc", tmp_path / "models--org--name" / "blobs"
+    for folder in (snapshot / "more.txt", blobs, tmp_path / "out"):
+        folder.mkdir(parents=True)
+    (blobs / "1").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
+    (snapshot / "config.json").symlink_to("../../blobs/1")
+    copy_companions(snapshot, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tokenizer.json"]
+    assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc")
+def test_a_companion_that_cannot_be_read_is_not_a_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "_COMPANIONS", ("mem",))
+    words = "/proc/self/mem cannot be read: Input/output error"
+    with pytest.raises(CheckpointError, match=words), new_folder(tmp_path / "out") as partial:
+        copy_companions(Path("/proc/self"), partial)
+    assert not list(tmp_path.iterdir())
