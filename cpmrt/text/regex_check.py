@@ -1,8 +1,9 @@
 """Checks that a regular expression of a tokenizer cannot take for ever.
 
 The `tokenizers` library matches them by backtracking (Oniguruma, Ruby's syntax). What takes exponential time there is a
-repetition of something that can match the same text in several ways, or a long row of parts that are optional. Patterns
-of tokenizers have neither: `'s|'t| ?\\p{L}+|\\s+(?!\\S)|\\s+`.
+repetition of something that can match the same text in several ways, or a long row of parts that are optional; what
+follows two long parts, and fails, is tried for each pair of their lengths. Patterns of tokenizers have nothing of that:
+`'s|'t| ?\\p{L}+|\\s+(?!\\S)|\\s+`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import re
 from dataclasses import dataclass, replace
 
 MAX_LENGTH = 8192
-MAX_VARIABLE = 8
+MAX_VARIABLE = 5
 """Parts of one alternative that can be of several lengths."""
 MAX_LONG = 3
-"""Those of them that can be long: the time to fail grows with this power of the text's length."""
-_LONG = 8
+"""Those of them that can be long."""
+MAX_RETRIED = 1
+"""Those before a part that can fail: at each place in a text the time to fail grows with this power of its length."""
+_LONG = 3
 """Repetitions up to which a part is short."""
 _GROUP = re.compile(r"\((?!\?|\*)|\(\?(?:[im]*(?:-[im]+)?:|[=!>]|<[=!]|<[A-Za-z_]\w*>)")
 _LOOK = re.compile(r"\(\?<?[=!]")
@@ -34,26 +37,48 @@ class UnsafeRegexError(ValueError):
 
 @dataclass(frozen=True)
 class _Shape:
-    """How many parts of the longest alternative vary in length, and how many can be long; the fewest characters."""
+    """What the alternatives of a group have at most: parts that vary in length, that can be long, and long ones that
+    are retried with other lengths when a later part fails. `fewest` are the characters that it matches at least."""
 
     variable: int = 0
     long: int = 0
+    retried: int = 0
+    can_fail: bool = False
     has_choice: bool = False
     fewest: int = 0
 
     def then(self, other: _Shape) -> _Shape:
-        has_choice = self.has_choice or other.has_choice
         return _Shape(
-            self.variable + other.variable, self.long + other.long, has_choice, self.fewest + other.fewest
+            self.variable + other.variable,
+            self.long + other.long,
+            (self.long if other.can_fail else self.retried) + other.retried,
+            self.can_fail or other.can_fail,
+            self.has_choice or other.has_choice,
+            self.fewest + other.fewest,
         )
 
     def either(self, other: _Shape) -> _Shape:
-        fewest = min(self.fewest, other.fewest)
-        return _Shape(max(self.variable, other.variable), max(self.long, other.long), True, fewest)
+        return _Shape(
+            max(self.variable, other.variable),
+            max(self.long, other.long),
+            max(self.retried, other.retried),
+            self.can_fail and other.can_fail,
+            True,
+            min(self.fewest, other.fewest),
+        )
 
     def repeated(self, least: int, most: int) -> _Shape:
-        varies, is_long = int(least != most), int(most > _LONG)
-        return _Shape(self.variable + varies, self.long + is_long, self.has_choice, self.fewest * least)
+        return replace(
+            self,
+            variable=self.variable + int(least != most),
+            long=self.long + int(most > _LONG),
+            can_fail=self.can_fail and least > 0,
+            fewest=self.fewest * least,
+        )
+
+    def looked_around(self) -> _Shape:
+        """Return the shape of a look-around, which matches no character and begins anew at each place."""
+        return replace(self, retried=self.long, can_fail=True, fewest=0)
 
 
 def check_regex(pattern: str) -> int:
@@ -67,7 +92,7 @@ def check_regex(pattern: str) -> int:
     shape = scanner.alternatives()
     if scanner.at < len(pattern):
         raise UnsafeRegexError("it closes a group that it has not opened")
-    if shape.variable > MAX_VARIABLE or shape.long > MAX_LONG:
+    if shape.variable > MAX_VARIABLE or shape.long > MAX_LONG or shape.retried > MAX_RETRIED:
         raise UnsafeRegexError("too many parts that follow each other can be of any length")
     return shape.fewest
 
@@ -104,7 +129,7 @@ class _Scanner:
             raise UnsafeRegexError("a repetition of a repetition, or of nothing")
         else:
             self.at += 1
-        return _Shape(fewest=int(self.pattern[start : self.at] not in _PLACES))
+        return _Shape(can_fail=True, fewest=int(self.pattern[start : self.at] not in _PLACES))
 
     def _group(self) -> _Shape:
         if self.at == 0 and (option := _OPTION.match(self.pattern)):
@@ -119,7 +144,7 @@ class _Scanner:
         if self._peek() != ")":
             raise UnsafeRegexError("a group without an end")
         self.at, self._depth = self.at + 1, self._depth - 1
-        return replace(shape, fewest=0) if looks_around else shape
+        return shape.looked_around() if looks_around else shape
 
     def _char_class(self) -> None:
         depth = 0

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_checkpoint import write_checkpoint
 
@@ -31,6 +31,7 @@ PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P
 @pytest.mark.parametrize("pattern", [
     GPT2, CL100K, O200K, PUNCTUATION, r"[一-龥぀-ゟ゠-ヿ]+", r"\s?\p{L}+|[^(\s|.,!?…。，、।۔،)]+", " {2,}",
     r"<\|[^|]*\|>",
+    r"\d{1,3}(?=(?:\d{3})*\b)", "(?=a*b)a", r"\s+$", "a+(?:b+)?",
     r"(?<!\n)\n(?!\n)", r"(?i)abc|d+", r"(ab){3}", r"(?:ab)+", "a{,3}{", "", "x+?y*+", "[]a]+", r"[a&&[^b]]+",
 ])  # fmt: skip
 def test_regular_expressions_of_tokenizers_pass(pattern):
@@ -41,7 +42,8 @@ def test_regular_expressions_of_tokenizers_pass(pattern):
     r"(a+)+$", r"(a|a)*$", r"(?:a*)*b", "a*a*a*a*b", "(a|b|ab)*c", "((a{1,9}){1,9}){1,9}c", "(a?){30}a",
     "a?" * 30 + "a" * 30, "a**", "a{2}+b", "a{1,9}{1,9}", "(?:a|b*)(?:c*|d)(?:e*f*|g)x*", r"(a)\1", r"(?<n>a\g<n>)",
     r"\k<n>", "(?x)a #(\n+", "(?#x)a", "(?~a)", "a*(?i)a*|a*", "(", "a)", "[a", "[]", "\\", "+a", "x" * 9000,
-    "(" * 60 + ")" * 60,
+    "(" * 60 + ")" * 60, "(?=a*a*a*b)a", "(?=a*a*b)a", "a(?!a*a*b)", "a*(?=a*b)", "(?=(?=a*b)a*c)a", "a+a+$", r"a*a*\b",
+    "(?:a+b)?a*c", "a{1,8}a{1,8}a{1,8}a{1,8}$", "a?" * 6 + "$",
 ])  # fmt: skip
 def test_regular_expressions_that_may_take_for_ever_are_refused(pattern):
     with pytest.raises(UnsafeRegexError):
@@ -57,7 +59,10 @@ def test_the_fewest_characters_of_an_expression(pattern, fewest):
     assert check_regex(pattern) == fewest
 
 
-@given(st.text(alphabet="ab()[]{}|*+?\\^-,:<19pLi.", max_size=20))
+@given(st.text(alphabet="ab()[]{}|*+?\\^-,:<19pLi.$=!", max_size=20))
+@example("a{0,3}" * 4 + "a+$")
+@example("(?=a*a*b)a")
+@example("(?:a{0,3}a{0,3}a*(?=b)|b)")
 def test_what_passes_matches_in_bounded_time(pattern):
     """The library matches any expression that passes against a text made to fail, without reaching its own limit."""
     from tokenizers import Regex, pre_tokenizers
@@ -70,7 +75,7 @@ def test_what_passes_matches_in_bounded_time(pattern):
         regex = Regex(pattern)
     except Exception:
         return
-    for text in ("a" * 40 + "!", "ab" * 20 + "!"):
+    for text in ("a" * 1000 + "!", "ab" * 500 + "!"):
         pre_tokenizers.Split(regex, "isolated").pre_tokenize_str(text)
 
 
