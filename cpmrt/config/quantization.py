@@ -15,6 +15,8 @@ from typing import Any
 from cpmrt.config.fields import Fields
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
+SECTIONS = ("quantization_config", "compression_config")
+"""The keys of config.json under which tools write these settings."""
 TERNARY = "ternary"
 """The method of 16-bit tensors whose values are -1, 0 or 1 times the scale of their group."""
 GGUF = "gguf"
@@ -89,7 +91,7 @@ def read_quantization(
     `source` is the path of config.json. Raises ConfigError for a setting that is malformed, unknown or contradicts
     another, UnsupportedModelError for another kind of quantisation.
     """
-    name = Fields(config, source).first_of("quantization_config", "compression_config")
+    name = Fields(config, source).first_of(*SECTIONS)
     section, beside = config.get(name), source.replace("config.json", "quantize_config.json")
     if section is None:
         if quantize_config is None:

@@ -1,7 +1,7 @@
 """The language model within a model that also sees or hears: what of its config.json counts, and which of them run.
 
 Sources: the config.json of MiniCPM-V-4 and MiniCPM-V-4_5, which are flat: the fields of a LlamaConfig and of a
-Qwen3Config beside `vision_config`. Other files nest them.
+Qwen3Config beside `vision_config`. Other files nest them, and tools may write how weights are quantised beside them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cpmrt.config.quantization import SECTIONS
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 _LANGUAGE_MODELS = {
@@ -67,7 +68,16 @@ def text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     inner = config if key is None else config[key]
     if not isinstance(inner, Mapping):
         raise ConfigError(f"{source}: {key}", expected="an object", actual=quoted(inner))
-    return {**inner, "architectures": [_LANGUAGE_MODELS[name, version]]}
+    outer = config if all(inner.get(section) is None for section in SECTIONS) else inner
+    quantization = {section: outer[section] for section in SECTIONS if section in outer}
+    return {**inner, **quantization, "architectures": [_LANGUAGE_MODELS[name, version]]}
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json's object with nothing in it, or in the config nested in it, that says quantised weights."""
+    plain = {key: value for key, value in config.items() if key not in SECTIONS}
+    inner = {key: without_quantization(plain[key]) for key in _NESTED if isinstance(plain.get(key), Mapping)}
+    return plain | inner
 
 
 def _architecture(config: Mapping[str, Any]) -> str | None:

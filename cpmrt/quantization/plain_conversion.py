@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cpmrt.config import EngineConfig
+from cpmrt.config.text_part import without_quantization
 from cpmrt.dtypes import DType
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.decoder import tensor_specs
@@ -40,7 +41,7 @@ def to_safetensors(folder: ModelFolder, target: Path) -> None:
         with SafetensorsWriter(partial / SINGLE_NAME, plans) as writer:
             for name, spec in sources.items():
                 writer.write(name, pack(spec, checkpoint, dtype))
-        config = {key: value for key, value in folder.raw_config.items() if key != "quantization_config"}
+        config = without_quantization(folder.raw_config)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

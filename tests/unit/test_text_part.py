@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import CONFIG, write_checkpoint, write_tokenizer
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, WeightQuantization
 from cpmrt.errors import ConfigError, UnsupportedModelError
 from cpmrt.weights.checkpoint import Checkpoint
 
@@ -76,6 +76,24 @@ def test_a_language_model_beside_an_encoder_answers_as_it_does_alone(
     with pytest.warns(UserWarning, match=r"3 tensors beside it are left out: resampler\.\*, vpm\.\*"):
         found = logits(folder)
     np.testing.assert_array_equal(found, logits(plain))
+
+
+@pytest.mark.parametrize("version", ["4.0", "4.5"])
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_what_says_how_weights_are_quantised_may_stand_beside_a_nested_config(version: str, name: str) -> None:
+    def read(**changes: Any) -> WeightQuantization | None:
+        whole = {"architectures": ["MiniCPMV"], "version": version, "text_config": PLAIN}
+        return ModelConfig.from_hf({**whole, **changes}).quantization
+
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    other = {**settings, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | {"group_size": 64}}}}
+    found = read(**{name: settings})
+    assert found is not None and found.group_size == 32
+    assert read(text_config={**PLAIN, "quantization_config": None}, **{name: settings}) == found
+    assert read(text_config={**PLAIN, "quantization_config": settings}, **{name: other}) == found
+    assert read(llm_config={**PLAIN, name: settings}, text_config=None) == found
 
 
 def test_names_without_a_prefix_are_left_alone(tmp_path: Path) -> None:
