@@ -37,7 +37,7 @@ def read_mixers(fields: Fields, attention: MixerConfig, num_layers: int) -> tupl
     )
     kinds: dict[str, MixerConfig] = dict.fromkeys(_ATTENTION, attends)
     names = fields.data.get("mixer_types")
-    if not isinstance(names, list) or len(names) != num_layers:
+    if not isinstance(names, list) or len(names) != num_layers or not all(isinstance(name, str) for name in names):
         raise fields.fail("mixer_types", f"a list of {num_layers} names")
     if any(name in _LIGHTNING for name in names):
         kinds |= dict.fromkeys(_LIGHTNING, _lightning(fields, attention))

@@ -78,7 +78,10 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
         read(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"mixer_types": ...}, {"mixer_types": ["minicpm4"]}, {"lightning_head_dim": 7}])
+@pytest.mark.parametrize("changes", [
+    {"mixer_types": ...}, {"mixer_types": ["minicpm4"]}, {"mixer_types": [{}, *["minicpm4"] * 31]},
+    {"mixer_types": [["lightning"], *["lightning"] * 31]}, {"mixer_types": [None] * 32}, {"lightning_head_dim": 7},
+])  # fmt: skip
 def test_malformed_fields(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
         read(**changes)
