@@ -155,22 +155,33 @@ class ModelQuantiser:
         return self.recipe.lm_head if module == HEAD else 4
 
     def _check_shapes(self) -> None:
-        """Raise UnsupportedModelError unless every linear is whole groups and whole words."""
+        """Raise UnsupportedModelError unless every linear is whole words and whole groups."""
+        if odd := self._odd_kinds(CODES_A_WORD, CODES_A_WORD):
+            is_head = all(kind.startswith(HEAD) for kind in odd)
+            raise UnsupportedModelError(
+                f"{self.folder.path}: inputs and outputs of a quantised linear are whole words of codes",
+                expected=f"multiples of {CODES_A_WORD}", actual=listed(odd),
+                fix="leave --lm-head out" if is_head else "make a GGUF file: cpmrt convert MODEL OUT.gguf --type q8_0",
+            )  # fmt: skip
         group = self.recipe.grid.group_size
-        odd = {
-            f"{name.split('.', 3)[-1]} {list(source.shape)}": None
-            for name, source in self._linears()
-            if any(size % CODES_A_WORD for size in source.shape) or (group != -1 and source.shape[1] % group)
-        }
-        if odd:
-            fitting = [size for size in (128, 64, 32) if all(s.shape[1] % size == 0 for _, s in self._linears())]
+        if group != -1 and (odd := self._odd_kinds(1, group)):
+            fitting = [size for size in (128, 64, 32) if not self._odd_kinds(1, size)]
             raise UnsupportedModelError(
                 f"{self.folder.path}: group size {group} does not divide the input features of "
                 f"{len(odd)} kinds of linears",
-                expected=f"multiples of {max(group, CODES_A_WORD)} (and outputs in multiples of {CODES_A_WORD})",
-                actual=listed(list(odd)),
+                expected=f"multiples of {group}",
+                actual=listed(odd),
                 fix=f"use --group-size {' or '.join(map(str, [*fitting, -1]))}",
             )
+
+    def _odd_kinds(self, row_step: int, column_step: int) -> list[str]:
+        """Name, without their layers, the linears whose rows or columns are no multiples of these."""
+        odd = {
+            f"{name.split('.', 3)[-1]} {list(source.shape)}": None
+            for name, source in self._linears()
+            if source.shape[0] % row_step or source.shape[1] % column_step
+        }
+        return list(odd)
 
     def _write_configs(self, folder: Path) -> None:
         section = quantization_config(self.file_format, self.recipe)

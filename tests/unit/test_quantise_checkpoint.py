@@ -293,6 +293,25 @@ def test_models_that_cannot_be_quantised(model, text, tmp_path, capsys):
     assert main(["quantize", str(odd), str(tmp_path / "out"), "--method", "rtn", "--group-size", "32"]) == 0
 
 
+@pytest.mark.parametrize("bits", ["4", "8"])
+def test_a_vocabulary_of_no_whole_words_leaves_the_head_in_16_bits(tmp_path, capsys, bits):
+    model = write_checkpoint(tmp_path / "odd", **SIZES, vocab_size=261, tie_word_embeddings=False)
+    assert main(["quantize", str(model), str(tmp_path / "no"), "--method", "rtn", "--lm-head", bits]) == 1
+    error = capsys.readouterr().err
+    assert "expected multiples of 8, got lm_head [261, 128]; leave --lm-head out" in error and "--group" not in error
+    assert main(["quantize", str(model), str(tmp_path / "out"), "--method", "rtn"]) == 0
+
+
+def test_outputs_of_a_layer_that_make_no_whole_words_have_another_way(tmp_path, capsys):
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 4}
+    model = write_checkpoint(tmp_path / "odd", **SIZES | heads)
+    command = ["quantize", str(model), str(tmp_path / "no"), "--method", "rtn", "--group-size", "-1"]
+    assert main(command) == 1
+    error = capsys.readouterr().err
+    assert "self_attn.o_proj [128, 12]" in error and "cpmrt convert" in error and "--group-size" not in error
+    assert main(["convert", str(model), str(tmp_path / "out.gguf"), "--type", "q8_0"]) == 0
+
+
 def test_what_marlin_cannot_say(model, text, tmp_path, capsys):
     asymmetric = quantised(model, text, tmp_path / "asymmetric", "--method", "rtn", "--asymmetric")
     small = quantised(model, text, tmp_path / "small", "--method", "rtn", "--group-size", "64")
