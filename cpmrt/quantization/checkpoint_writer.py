@@ -42,12 +42,7 @@ class ModelQuantiser:
     def __init__(self, folder: ModelFolder, recipe: Recipe, file_format: str, xp: Xp):
         self.folder, self.recipe, self.file_format, self.xp = folder, recipe, file_format, xp
         self.config: ModelConfig = folder.config
-        check_plain(folder)
-        if any(isinstance(layer.mlp, ExpertsMlp) for layer in self.config.layers):
-            raise UnsupportedModelError(
-                f"{folder.path}: mixture-of-experts layers cannot be quantised here", expected="gated mlps",
-                fix="use a GPTQ, AWQ or compressed-tensors checkpoint of this model",
-            )  # fmt: skip
+        check_quantisable(folder)
         mixers = [layer.mixer for layer in self.config.layers]
         if not all(isinstance(mixer, GroupedAttention) and mixer.rope and not mixer.output_gate for mixer in mixers):
             raise UnsupportedModelError(
@@ -191,12 +186,17 @@ class ModelQuantiser:
             (folder / "quantize_config.json").write_text(json.dumps(section, indent=2) + "\n")
 
 
-def check_plain(folder: ModelFolder) -> None:
-    """Raise UnsupportedModelError unless the weights are 16-bit or float32 safetensors."""
+def check_quantisable(folder: ModelFolder) -> None:
+    """Raise UnsupportedModelError unless the weights are 16-bit or float32 safetensors, and no experts."""
     if folder.config.quantization:
         raise UnsupportedModelError(f"{folder.path} is quantised already", expected="16-bit or float32 weights")
     if is_gguf(folder.path):
         raise UnsupportedModelError(
             f"{folder.path} is a GGUF file", expected="a folder of safetensors",
             fix="make one: cpmrt convert FILE FOLDER --to safetensors",
+        )  # fmt: skip
+    if any(isinstance(layer.mlp, ExpertsMlp) for layer in folder.config.layers):
+        raise UnsupportedModelError(
+            f"{folder.path}: mixture-of-experts layers cannot be quantised here", expected="gated mlps",
+            fix="use a GPTQ, AWQ or compressed-tensors checkpoint of this model",
         )  # fmt: skip

@@ -85,7 +85,7 @@ def quantise_together(weights: Mapping[str, Any], sums: InputSums | None, recipe
     `sums` None rounds to nearest. Raises CheckpointError.
     """
     for name, weight in weights.items():
-        _check_finite(name, weight)
+        check_finite(f"{name}.weight", weight)
     stacked = module_of(weight).concatenate(list(weights.values()))
     if recipe.method == "gptq" and sums is not None:
         whole = gptq(stacked, sums.hessian, recipe.grid, recipe.gptq)
@@ -109,7 +109,7 @@ def quantise_head(weight: Any, sums: InputSums | None, recipe: Recipe) -> Quanti
     """
     if recipe.lm_head == 4:
         return quantise_together({HEAD: weight}, sums, recipe)
-    _check_finite(HEAD, weight)
+    check_finite(f"{HEAD}.weight", weight)
     linear = round_to_bytes(weight, recipe.grid)
     errors = {} if sums is None else {HEAD: relative_output_error(weight, linear.values(), sums.hessian)}
     return QuantisedLayer({HEAD: linear}, errors)
@@ -128,7 +128,8 @@ def _input_sums(layer: DecoderLayer, stage: int, streams: list[Any], recipe: Rec
     return InputSums.over((layer.inputs(stage, stream) for stream in streams), recipe.skip_positions)
 
 
-def _check_finite(name: str, weight: Any) -> None:
+def check_finite(name: str, weight: Any) -> None:
+    """Raise CheckpointError unless the values of a tensor of this name can be weights."""
     largest = float(np.abs(weight).max())
     if not largest < _LARGEST_WEIGHT:
-        raise CheckpointError(f"{name}.weight", expected=f"finite weights below {_LARGEST_WEIGHT:g}", actual=largest)
+        raise CheckpointError(name, expected=f"finite weights below {_LARGEST_WEIGHT:g}", actual=largest)

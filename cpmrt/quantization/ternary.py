@@ -14,9 +14,10 @@ import numpy as np
 from cpmrt.dtypes import F32, Array, DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.decoder import tensor_specs
-from cpmrt.quantization.checkpoint_writer import check_plain
+from cpmrt.quantization.checkpoint_writer import check_quantisable
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
 from cpmrt.quantization.outputs import copy_companions, new_folder
+from cpmrt.quantization.recipe import check_finite
 from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
@@ -40,9 +41,10 @@ def ternary_values(values: F32, group_size: int, dtype: DType) -> F32:
 def write_ternary(folder: ModelFolder, out: Path, group_size: int) -> None:
     """Make the folder `out`, which must not exist, with the matrices of all layers ternary; the rest stays as it is.
 
-    Raises CheckpointError, ConfigError, or UnsupportedModelError where columns do not make whole groups.
+    Raises CheckpointError, also where weights are not finite, ConfigError, or UnsupportedModelError for experts and
+    where columns do not make whole groups.
     """
-    check_plain(folder)
+    check_quantisable(folder)
     specs = tensor_specs(folder.config)
     sources = {source.name: source for spec in specs for source in spec.sources}
     layers = {source.name for spec in specs if spec.product not in (None, "head") for source in spec.sources}
@@ -56,15 +58,16 @@ def write_ternary(folder: ModelFolder, out: Path, group_size: int) -> None:
             for name in sources:
                 words = checkpoint.view(name)
                 stored = FLOATS[checkpoint.entries[name].dtype]
-                writer.write(name, _ternary_words(words, group_size, stored) if name in layers else words)
+                writer.write(name, _ternary_words(name, words, group_size, stored) if name in layers else words)
         (partial / "config.json").write_text(json.dumps(folder.raw_config, indent=2) + "\n")
 
 
-def _ternary_words(words: Array, group_size: int, stored: DType) -> Array:
-    """Make the stored words [N, K] of a matrix ternary, some rows at a time."""
+def _ternary_words(name: str, words: Array, group_size: int, stored: DType) -> Array:
+    """Make the stored words [N, K] of a matrix ternary, some rows at a time. Raises CheckpointError."""
     made, step = np.empty_like(words), max(_BLOCK // words.shape[1], 1)
     for begin in range(0, len(words), step):
         values = to_float32(np.ascontiguousarray(words[begin : begin + step]), stored)
+        check_finite(name, values)
         made[begin : begin + step] = from_float32(ternary_values(values, group_size, stored), stored)
     return made
 

@@ -228,6 +228,28 @@ def test_groups_that_do_not_divide_the_columns_are_refused(
     assert main(["quantize", str(model), str(tmp_path / "out"), "--method", "rtn", "--group-size", "256"]) == 1
 
 
+def test_a_mixture_of_experts_is_not_made_ternary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = write_checkpoint(tmp_path / "mixture", num_experts=4, num_experts_per_tok=2)
+    for method in ("ternary", "rtn"):
+        command = ["quantize", str(mixture), str(tmp_path / "out"), "--method", method, "--group-size", "32"]
+        assert main(command) == 1
+        assert "mixture-of-experts layers cannot be quantised here" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])
+def test_weights_that_are_none_are_not_made_ternary(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float
+) -> None:
+    folder = write_checkpoint(tmp_path / "broken", **SIZES)
+    weights = load_file(model / "model.safetensors")
+    weights[LAST][3, 5] = value
+    save_file(weights, folder / "model.safetensors")
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--method", "ternary", "--quiet"]) == 1
+    assert f"{LAST}: expected finite weights below 100000" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_plan_knows_the_ternary_weights_that_are_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "ternary")
     assert main(["quantize", "demo", folder, "--method", "ternary"]) == 0
