@@ -22,6 +22,7 @@ from cpmrt.text import Tokenizer
 from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
 from cpmrt.weights.files import parse_object
 from cpmrt.weights.gguf.architectures import GGUF_ARCHITECTURES, LONG_FACTORS, SHORT_FACTORS, GgufArchitecture
+from cpmrt.weights.gguf.file import GGUF_SUFFIX
 from cpmrt.weights.gguf.header import Value
 from cpmrt.weights.gguf.vocabulary import PREFIX, TEMPLATE, TEMPLATES, WHOLE, TokenType, tokenizer_json
 from cpmrt.weights.gguf.word_patterns import name_of
@@ -73,11 +74,18 @@ def model_keys(folder: ModelFolder, file_type: int) -> dict[str, KeyValue]:
     general: dict[str, KeyValue] = {
         "general.architecture": row.name,
         "general.type": "model",
-        "general.name": folder.path.stem or row.name,
+        "general.name": _name(folder) or row.name,
         "general.file_type": _u32(file_type),
         "general.quantization_version": _u32(_QUANTIZATION_VERSION),
     }
     return general | {f"{row.name}.{key}": value for key, value in own.items()}
+
+
+def _name(folder: ModelFolder) -> str:
+    """Return what the model is called: by its repository on a hub, else by its folder or file."""
+    if folder.repository is not None:
+        return folder.repository.name.rpartition("/")[2]
+    return folder.path.name.removesuffix(GGUF_SUFFIX)
 
 
 def factor_tensors(config: ModelConfig) -> dict[str, Sequence[float]]:
