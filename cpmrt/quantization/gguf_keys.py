@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from math import log
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cpmrt.config import ModelConfig
+from cpmrt.config import ModelConfig, RopeConfig
 from cpmrt.config.architectures import ARCHITECTURES
 from cpmrt.config.layers import GatedMlp, GroupedAttention, LatentAttention
 from cpmrt.errors import UnsupportedModelError
+from cpmrt.models.rope import inverse_frequencies
 from cpmrt.quantization.gguf_file import KeyValue, Typed
 from cpmrt.text import Tokenizer
 from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
@@ -120,19 +122,56 @@ def _attention_keys(mixer: object) -> dict[str, KeyValue]:
 
 
 def _rope_keys(config: ModelConfig) -> dict[str, KeyValue]:
+    """Return the keys of the rotary embedding. Raises UnsupportedModelError for what they cannot describe."""
     rope = config.rope
+    if (found := _beyond_keys(rope)) is not None:
+        raise UnsupportedModelError(
+            "rotary embedding of a GGUF file", expected="default, linear, longrope, or yarn by its factor",
+            actual=found, fix="use the safetensors as they are",
+        )  # fmt: skip
     if rope.kind == "default":
         return {}
-    original = {"rope.scaling.original_context_length": _u32(rope.original_max_positions)}
-    weight = {} if rope.attention_factor is None else {"rope.scaling.attn_factor": Typed("f32", rope.attention_factor)}
+    keys: dict[str, KeyValue] = {"rope.scaling.type": rope.kind}
+    if rope.kind != "linear":
+        keys["rope.scaling.original_context_length"] = _u32(rope.original_max_positions)
     if rope.kind == "longrope":
-        return {"rope.scaling.type": "longrope", **original, **weight}
-    if rope.kind in ("linear", "yarn") and rope.factor is not None and not weight:
-        keys: dict[str, KeyValue] = {"rope.scaling.type": rope.kind, "rope.scaling.factor": Typed("f32", rope.factor)}
-        return keys | (original if rope.kind == "yarn" else {})
-    raise UnsupportedModelError(
-        "rotary embedding of a GGUF file", expected="default, linear, longrope, or yarn by its factor", actual=rope.kind
-    )
+        return keys | {"rope.scaling.attn_factor": Typed("f32", _attention_factor(config))}
+    assert rope.factor is not None, rope
+    keys["rope.scaling.factor"] = Typed("f32", rope.factor)
+    return keys | (_yarn_keys(config, rope.factor) if rope.kind == "yarn" else {})
+
+
+def _beyond_keys(rope: RopeConfig) -> str | None:
+    """Return what no key says of a rotary embedding, None if they say it all."""
+    if rope.kind not in ("default", "linear", "longrope", "yarn"):
+        return rope.kind
+    if rope.kind == "yarn" and (rope.factor is None or rope.factor <= 1):
+        return "yarn without a factor above 1"
+    if not rope.truncate:
+        return "yarn with truncate: false"
+    if rope.list_by == "length" and rope.short_factor != rope.long_factor:
+        return 'longrope with list_by: "length"'
+    return None
+
+
+def _yarn_keys(config: ModelConfig, factor: float) -> dict[str, KeyValue]:
+    """Return the keys that only YaRN has, and the weight of cos and sin where it is not that of YaRN's own rule.
+
+    The format has it as a multiple of that.
+    """
+    weight = _attention_factor(config) / (0.1 * log(factor) + 1.0)
+    return {
+        "rope.scaling.yarn_beta_fast": Typed("f32", config.rope.beta_fast),
+        "rope.scaling.yarn_beta_slow": Typed("f32", config.rope.beta_slow),
+        **({} if weight == 1.0 else {"rope.scaling.attn_factor": Typed("f32", weight)}),
+    }
+
+
+def _attention_factor(config: ModelConfig) -> float:
+    """Return what cos and sin are multiplied by."""
+    mixer = config.layers[0].mixer
+    rotated = mixer.rope_dim if isinstance(mixer, LatentAttention) else config.attention.head_dim
+    return inverse_frequencies(config, rotated, config.max_position_embeddings)[1]
 
 
 def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:

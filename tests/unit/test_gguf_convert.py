@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import gguf_models as models
 import numpy as np
@@ -88,9 +89,10 @@ def test_there_and_back_keeps_every_bit(tmp_path, architecture):
     folder = ModelFolder.open(source)
     to_gguf(folder, tmp_path / "made.gguf", "bf16")
     made = ModelFolder.open(tmp_path / "made.gguf")
-    assert made.config == folder.config
     to_safetensors(made, tmp_path / "back")
-    assert ModelFolder.open(tmp_path / "back").config == folder.config
+    for config in (made.config, ModelFolder.open(tmp_path / "back").config):
+        rope = config.rope  # the weight of LongRoPE stands there as a number, which the folder leaves to its rule
+        assert replace(config, rope=replace(rope, attention_factor=None)) == folder.config
     expected = load_file(source / "model.safetensors")
     with Checkpoint.open(tmp_path / "back") as found:
         assert found.entries.keys() == expected.keys()
@@ -276,15 +278,5 @@ def test_an_mlp_without_keys_is_refused(tmp_path, mlp):
     config = json.loads((pair.folder / "config.json").read_text()) | mlp
     (pair.folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="mlp of a GGUF file: expected gated with SiLU"):
-        to_gguf(ModelFolder.open(pair.folder), tmp_path / "a.gguf", "q8_0")
-    assert not (tmp_path / "a.gguf").exists()
-
-
-def test_a_rotary_embedding_without_keys_is_refused(tmp_path):
-    rope = {"rope_type": "dynamic", "factor": 2.0}
-    pair = models.write_pair(tmp_path, "llama", lambda name: "F32", rope_scaling=None)
-    config = json.loads((pair.folder / "config.json").read_text()) | {"rope_scaling": rope}
-    (pair.folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="rotary embedding of a GGUF file"):
         to_gguf(ModelFolder.open(pair.folder), tmp_path / "a.gguf", "q8_0")
     assert not (tmp_path / "a.gguf").exists()

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
 from tiny_checkpoint import write_checkpoint
 
+from cpmrt.errors import UnsupportedModelError
+from cpmrt.models.rope import rope_table
 from cpmrt.quantization.gguf_conversion import to_gguf
 from cpmrt.quantization.gguf_keys import model_keys
 from cpmrt.weights.gguf.file import GgufModel
@@ -31,3 +35,42 @@ def test_a_file_has_the_name_of_the_model(tmp_path):
 def name_in(path):
     with GgufModel.open(path) as model:
         return model.metadata["general.name"]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LISTS = {
+    "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 1024,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "linear", "factor": 2.0}, YARN, YARN | {"beta_fast": 16, "beta_slow": 2},
+    YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}, YARN | {"attention_factor": 1.5}, LISTS, LISTS | {"factor": 8.0},
+    LISTS | {"attention_factor": 1.0}, LISTS | {"long_factor": [1.0] * 16, "list_by": "length"},
+])  # fmt: skip
+def test_a_rotary_embedding_turns_from_a_file_as_from_the_folder(tmp_path, rope):
+    folder = write_checkpoint(tmp_path / "folder", rope_scaling=rope)
+    expected, found = (ModelFolder.open(path).config for path in (folder, made_of(folder)))
+    assert expected.max_positions == found.max_positions
+    for limit in (512, 2048):
+        np.testing.assert_allclose(rope_table(found, 32, 2048, limit), rope_table(expected, 32, 2048, limit), atol=2e-7)
+
+
+def test_llama_cpp_is_told_the_weight_that_follows_from_the_lengths(tmp_path):
+    """It takes 1 where a file of factors says none."""
+    folder = ModelFolder.open(write_checkpoint(tmp_path / "folder", rope_scaling=LISTS))
+    assert model_keys(folder, 0)["minicpm.rope.scaling.attn_factor"].value == pytest.approx(1.1**0.5)
+
+
+@pytest.mark.parametrize(("rope", "words"), [
+    ({"rope_type": "dynamic", "factor": 2.0}, "got dynamic"),
+    (YARN | {"truncate": False}, "got yarn with truncate: false; use the safetensors"),
+    (YARN | {"factor": None}, "got yarn without a factor above 1"),
+    (LISTS | {"list_by": "length"}, 'got longrope with list_by: "length"'),
+])  # fmt: skip
+def test_a_rotary_embedding_without_keys_is_refused(tmp_path, rope, words):
+    folder = ModelFolder.open(write_checkpoint(tmp_path / "folder", rope_scaling=rope))
+    with pytest.raises(UnsupportedModelError, match=f"rotary embedding of a GGUF file: .* {words}"):
+        to_gguf(folder, tmp_path / "a.gguf", "q8_0")
+    assert not (tmp_path / "a.gguf").exists()
