@@ -109,6 +109,7 @@ def _attention_keys(mixer: object) -> dict[str, KeyValue]:
             "attention.q_lora_rank": _u32(mixer.q_rank),
             "attention.kv_lora_rank": _u32(mixer.kv_rank),
             "attention.key_length": _u32(mixer.query_dim),
+            "attention.value_length": _u32(mixer.value_dim),
             "rope.dimension_count": _u32(mixer.rope_dim),
         }
     assert isinstance(mixer, GroupedAttention), type(mixer).__name__

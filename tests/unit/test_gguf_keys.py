@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_checkpoint import write_checkpoint
 
+from cpmrt import LLM
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.rope import rope_table
 from cpmrt.quantization.gguf_conversion import to_gguf
@@ -35,6 +36,18 @@ def test_a_file_has_the_name_of_the_model(tmp_path):
 def name_in(path):
     with GgufModel.open(path) as model:
         return model.metadata["general.name"]
+
+
+def test_value_heads_of_latent_attention_keep_their_size(tmp_path):
+    """They may be of another than hidden_size / num_attention_heads, which is 16 here."""
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
+    names = {"architectures": ["MiniCPM3ForCausalLM"], "num_key_value_heads": 4}
+    folder = write_checkpoint(tmp_path / "folder", **names, **sizes)
+    scores = []
+    for path in (folder, made_of(folder)):
+        with LLM(path, executor="reference", dtype="float32", max_context=64) as llm:
+            scores.append(llm.score("a line of text"))
+    np.testing.assert_allclose(*scores, rtol=0, atol=0.05)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -116,12 +116,13 @@ def _whole_heads(keys: Fields) -> dict[str, Any]:
 
 def _latent(keys: Fields) -> dict[str, Any]:
     """Return the sizes of multi-head latent attention, of whose heads a part is rotated."""
-    rotated = keys.integer("rope.dimension_count")
+    rotated, value = keys.integer("rope.dimension_count"), keys.integer("attention.value_length", None)
     return {
         "q_lora_rank": keys.integer("attention.q_lora_rank"),
         "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys.integer("attention.key_length") - rotated,
+        **({} if value is None else {"v_head_dim": value}),
     }
 
 
