@@ -16,7 +16,8 @@ from cpmrt.dtypes import F32, Array, DType, from_float32
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.quantization.gguf_blocks import QUANTISERS, quantise_rows
 from cpmrt.quantization.gguf_file import GgufWriter, TensorPlan
-from cpmrt.quantization.gguf_keys import architecture_row, factor_tensors, model_keys, tokenizer_keys
+from cpmrt.quantization.gguf_keys import architecture_row, factor_tensors, model_keys
+from cpmrt.quantization.gguf_tokenizer_keys import tokenizer_keys
 from cpmrt.quantization.outputs import new_file
 from cpmrt.quantization.plain_conversion import plain_weights
 from cpmrt.tensor_spec import Source, TensorSpec

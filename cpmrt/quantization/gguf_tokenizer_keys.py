@@ -1,0 +1,131 @@
+"""The keys of a GGUF file for the tokenizer and the chat template of a folder, as llama.cpp asks for them.
+
+A tokenizer that its keys cannot describe comes along as a whole as well, in the key that the format has for that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpmrt.quantization.gguf_file import KeyValue, Typed
+from cpmrt.text import Tokenizer
+from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
+from cpmrt.weights.files import parse_object
+from cpmrt.weights.gguf.header import Value
+from cpmrt.weights.gguf.vocabulary import PREFIX, TEMPLATE, TEMPLATES, WHOLE, TokenType, tokenizer_json
+from cpmrt.weights.gguf.word_patterns import name_of
+from cpmrt.weights.model_files import is_there, read_file, read_json_if_there
+from cpmrt.weights.model_folder import ModelFolder
+
+_LOG = logging.getLogger(__name__)
+
+
+def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:
+    """Return the keys of the folder's tokenizer and chat template. Raises CheckpointError where they are malformed."""
+    path = folder.path / "tokenizer.json"
+    if not is_there(path):
+        return {}
+    content = parse_object(read_file(path, MAX_TOKENIZER_BYTES), str(path), unique_keys=True)
+    tokenizer = Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
+    keys = _vocabulary_keys(content, folder.config.vocab_size) | _special_keys(tokenizer, folder)
+    if not _says_all(keys, content, folder.path):
+        _LOG.warning("%s: no key of GGUF says how this tokenizer splits text: llama.cpp will split it otherwise", path)
+        keys[WHOLE] = read_file(path, MAX_TOKENIZER_BYTES).decode()
+    return keys | _template_keys(folder.path)
+
+
+def _vocabulary_keys(content: Mapping[str, Any], rows: int) -> dict[str, KeyValue]:
+    """Return tokens, types, and merges or scores; rows without a token are unused ones."""
+    model = content["model"]
+    texts = {token_id: text for text, token_id in model["vocab"].items()}
+    types = dict.fromkeys(texts, TokenType.NORMAL)
+    is_pieces = model.get("byte_fallback", False)
+    if is_pieces:
+        types |= {token_id: TokenType.BYTE for token_id, text in texts.items() if text.startswith("<0x")}
+    for token in content.get("added_tokens") or ():
+        texts[token["id"]] = token["content"]
+        types[token["id"]] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
+        if token["content"] == model.get("unk_token"):
+            types[token["id"]] = TokenType.UNKNOWN
+    count = max(rows, max(texts) + 1)
+    tokens = [texts.get(token_id, f"[PAD{token_id}]") for token_id in range(count)]
+    keys: dict[str, KeyValue] = {
+        "model": "llama" if is_pieces else "gpt2",
+        "pre": "default" if is_pieces else name_of(content) or "default",
+        "tokens": tokens,
+        "token_type": Typed("i32", [types.get(token_id, TokenType.UNUSED) for token_id in range(count)]),
+    }
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    if is_pieces:
+        keys["scores"] = Typed("f32", _scores(merges, tokens))
+        keys["add_space_prefix"] = "Prepend" in str(content.get("normalizer"))
+    else:
+        keys["merges"] = merges
+    return {PREFIX + name: value for name, value in keys.items()}
+
+
+def _scores(merges: Sequence[str], tokens: Sequence[str]) -> list[float]:
+    """Return a score a token, the higher the earlier it is merged; what is never merged comes last."""
+    ranks: dict[str, int] = {}
+    for rank, merge in enumerate(merges):
+        ranks.setdefault(merge.replace(" ", "", 1), rank)
+    return [-float(ranks.get(token, len(merges))) - 1.0 for token in tokens]
+
+
+def _special_keys(tokenizer: Tokenizer, folder: ModelFolder) -> dict[str, KeyValue]:
+    """Return the ids of special tokens: those that the tokenizer names, else those of config.json."""
+    config, special = folder.config, tokenizer.special_ids
+    starts = (tokenizer.bos_token_id, config.bos_token_id if config.bos_token_id in special else None)
+    bos = next((token_id for token_id in starts if token_id is not None), None)
+    ends = tokenizer.eos_token_ids or tuple(token_id for token_id in config.eos_token_ids if token_id in special)
+    keys: dict[str, KeyValue] = {"add_bos_token": tokenizer.encode("a")[:1] == [bos] and bos is not None}
+    if bos is not None:
+        keys["bos_token_id"] = Typed("u32", bos)
+    if ends:
+        keys["eos_token_id"] = Typed("u32", ends[0])
+    others = [token_id for token_id in config.eos_token_ids if token_id in special and token_id not in ends[:1]]
+    if others:
+        keys["eot_token_id"] = Typed("u32", others[-1])
+    unknown = tokenizer.token_id("<unk>")
+    if unknown is not None:
+        keys["unknown_token_id"] = Typed("u32", unknown)
+    return {PREFIX + name: value for name, value in keys.items()}
+
+
+def _says_all(keys: Mapping[str, KeyValue], content: Mapping[str, Any], path: Path) -> bool:
+    """Tell whether the keys alone make the same tokenizer again."""
+    made = tokenizer_json({key: _read(value) for key, value in keys.items()}, path)
+    model, found = content["model"], made["model"]
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    found_pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in found["merges"]]
+    cuts_so = content.get("pre_tokenizer") is None if model.get("byte_fallback") else name_of(content) is not None
+    is_same = cuts_so and made["normalizer"] == content.get("normalizer")
+    return is_same and bool(model.get("ignore_merges")) == found["ignore_merges"] and pairs == found_pairs
+
+
+def _read(value: KeyValue) -> Value:
+    """Return the value of a key as it will be read from the file."""
+    if not isinstance(value, Typed):
+        return value if isinstance(value, (str, bool)) else list(value)
+    return value.value if isinstance(value.value, (int, float)) else np.array(value.value)
+
+
+def _template_keys(path: Path) -> dict[str, KeyValue]:
+    """Return the chat templates of a folder."""
+    if is_there(path / "chat_template.jinja"):
+        return {TEMPLATE: read_file(path / "chat_template.jinja", MAX_TOKENIZER_BYTES).decode()}
+    found = (read_json_if_there(path / "tokenizer_config.json") or {}).get("chat_template")
+    if isinstance(found, str):
+        return {TEMPLATE: found}
+    if not isinstance(found, list):
+        return {}
+    named = {str(entry["name"]): str(entry["template"]) for entry in found}
+    keys: dict[str, KeyValue] = {
+        TEMPLATE if name == "default" else f"{TEMPLATE}.{name}": text for name, text in named.items()
+    }
+    return {TEMPLATES: [name for name in named if name != "default"], **keys}

@@ -1,0 +1,56 @@
+"""The tokenizer and the chat template of a folder are the same from a GGUF file made of it."""
+
+import json
+import shutil
+
+import gguf_models as models
+import pytest
+from gguf_tokenizers import DATA, SPLITTERS, texts, trained
+
+from cpmrt.quantization.gguf_conversion import to_gguf
+from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.weights.model_folder import ModelFolder
+
+
+def small(tmp_path, tokenizer, vocab_size=1600, **settings):
+    """A small model with this tokenizer.json."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
+    pair = models.write_pair(
+        tmp_path, "llama", lambda name: "F32", num_hidden_layers=1, head_dim=32, vocab_size=vocab_size,
+        tie_word_embeddings=True, **sizes,
+    )  # fmt: skip
+    (pair.folder / "tokenizer.json").write_text(tokenizer)
+    (pair.folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return pair.folder
+
+
+@pytest.mark.all
+@pytest.mark.skipif(not DATA.exists(), reason="needs the tokenizers beside the project")
+def test_sentence_piece_needs_no_second_copy(tmp_path):
+    folder = small(tmp_path, (DATA / "minicpm3_tokenizer.json").read_text(), 73448)
+    shutil.copy(DATA / "minicpm4_tokenizer_config.json", folder / "tokenizer_config.json")
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=False)
+
+
+@pytest.mark.parametrize("pre", SPLITTERS)
+def test_byte_pairs_need_no_second_copy_where_their_words_have_a_name(tmp_path, pre):
+    folder = small(tmp_path, trained(**SPLITTERS[pre]).to_str(), eos_token="<|im_end|>")
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=False)
+
+
+def test_a_tokenizer_that_has_no_name_comes_as_a_whole(tmp_path, caplog):
+    folder = small(tmp_path, trained(("x+",)).to_str())
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=True)
+    assert "llama.cpp will split it otherwise" in caplog.text
+
+
+def _same_tokenizer(folder, made, *, whole):
+    assert (b"tokenizer.huggingface.json" in made.read_bytes()) == whole
+    found, expected = Tokenizer.open(made), Tokenizer.open(folder)
+    for text in texts(["<|im_end|>", "<|im_start|>"], 300):
+        assert found.encode(text) == expected.encode(text), text
+    assert found.eos_token_ids == expected.eos_token_ids and found.bos_token_id == expected.bos_token_id
+    assert (ChatTemplate.open(made) is None) == (ChatTemplate.open(folder) is None)
