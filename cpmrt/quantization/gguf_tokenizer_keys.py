@@ -26,16 +26,20 @@ _LOG = logging.getLogger(__name__)
 
 
 def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:
-    """Return the keys of the folder's tokenizer and chat template. Raises CheckpointError where they are malformed."""
+    """Return the keys of the folder's tokenizer and chat template, with the tokens that other files add.
+
+    Raises CheckpointError where they are malformed.
+    """
     path = folder.path / "tokenizer.json"
     if not is_there(path):
         return {}
-    content = parse_object(read_file(path, MAX_TOKENIZER_BYTES), str(path), unique_keys=True)
     tokenizer = Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
+    whole = tokenizer.serialized()
+    content = parse_object(whole.encode(), str(path))
     keys = _vocabulary_keys(content, folder.config.vocab_size) | _special_keys(tokenizer, folder)
     if not _says_all(keys, content, folder.path):
         _LOG.warning("%s: no key of GGUF says how this tokenizer splits text: llama.cpp will split it otherwise", path)
-        keys[WHOLE] = read_file(path, MAX_TOKENIZER_BYTES).decode()
+        keys[WHOLE] = whole
     return keys | _template_keys(folder.path)
 
 
@@ -47,7 +51,7 @@ def _vocabulary_keys(content: Mapping[str, Any], rows: int) -> dict[str, KeyValu
     is_pieces = model.get("byte_fallback", False)
     if is_pieces:
         types |= {token_id: TokenType.BYTE for token_id, text in texts.items() if text.startswith("<0x")}
-    for token in content.get("added_tokens") or ():
+    for token in content["added_tokens"]:
         texts[token["id"]] = token["content"]
         types[token["id"]] = TokenType.CONTROL if token["special"] else TokenType.USER_DEFINED
         if token["content"] == model.get("unk_token"):

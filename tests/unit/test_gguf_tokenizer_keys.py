@@ -47,6 +47,20 @@ def test_a_tokenizer_that_has_no_name_comes_as_a_whole(tmp_path, caplog):
     assert "llama.cpp will split it otherwise" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["gpt-2", "none"])
+def test_tokens_that_other_files_add_come_along(tmp_path, name):
+    """Whether the keys say the tokenizer or it comes as a whole."""
+    library = trained(**SPLITTERS.get(name, {"pattern": ("x+",)}))
+    size = library.get_vocab_size()
+    named = {"eos_token": "<|end|>", "added_tokens_decoder": {str(size): {"content": "<|end|>", "special": True}}}
+    folder = small(tmp_path, library.to_str(), **named)
+    (folder / "added_tokens.json").write_text(json.dumps({"<tool>": size + 1}))
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=name == "none")
+    found = Tokenizer.open(tmp_path / "made.gguf")
+    assert found.encode("<|end|><tool>") == [size, size + 1] and found.special_ids >= {size}
+
+
 def _same_tokenizer(folder, made, *, whole):
     assert (b"tokenizer.huggingface.json" in made.read_bytes()) == whole
     found, expected = Tokenizer.open(made), Tokenizer.open(folder)
