@@ -18,11 +18,17 @@ from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
 from cpmrt.weights.files import parse_object
 from cpmrt.weights.gguf.header import Value
 from cpmrt.weights.gguf.vocabulary import PREFIX, TEMPLATE, TEMPLATES, WHOLE, TokenType, tokenizer_json
-from cpmrt.weights.gguf.word_patterns import name_of
+from cpmrt.weights.gguf.word_patterns import name_of, patterns_of
 from cpmrt.weights.model_files import is_there, read_file, read_json_if_there
 from cpmrt.weights.model_folder import ModelFolder
 
 _LOG = logging.getLogger(__name__)
+_COMES_AS_A_WHOLE = (
+    "%s: no key of GGUF says its %s: the file has the whole tokenizer as well, but llama.cpp may split text otherwise"
+)
+_OF_MODEL = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+_OF_UNKNOWN = ("fuse_unk", "unk_token")
+"""What counts only where a text can have what is no token."""
 
 
 def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:
@@ -37,8 +43,8 @@ def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:
     whole = tokenizer.serialized()
     content = parse_object(whole.encode(), str(path))
     keys = _vocabulary_keys(content, folder.config.vocab_size) | _special_keys(tokenizer, folder)
-    if not _says_all(keys, content, folder.path):
-        _LOG.warning("%s: no key of GGUF says how this tokenizer splits text: llama.cpp will split it otherwise", path)
+    if unsaid := _unsaid(keys, content, tokenizer, folder.path):
+        _LOG.warning(_COMES_AS_A_WHOLE, path, ", ".join(unsaid))
         keys[WHOLE] = whole
     return keys | _template_keys(folder.path)
 
@@ -101,15 +107,37 @@ def _special_keys(tokenizer: Tokenizer, folder: ModelFolder) -> dict[str, KeyVal
     return {PREFIX + name: value for name, value in keys.items()}
 
 
-def _says_all(keys: Mapping[str, KeyValue], content: Mapping[str, Any], path: Path) -> bool:
-    """Tell whether the keys alone make the same tokenizer again."""
-    made = tokenizer_json({key: _read(value) for key, value in keys.items()}, path)
-    model, found = content["model"], made["model"]
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
-    found_pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in found["merges"]]
-    cuts_so = content.get("pre_tokenizer") is None if model.get("byte_fallback") else name_of(content) is not None
-    is_same = cuts_so and made["normalizer"] == content.get("normalizer")
-    return is_same and bool(model.get("ignore_merges")) == found["ignore_merges"] and pairs == found_pairs
+def _unsaid(
+    keys: Mapping[str, KeyValue], content: Mapping[str, Any], tokenizer: Tokenizer, path: Path
+) -> list[str]:
+    """Return the names of the parts of a tokenizer.json that the keys alone do not make again."""
+    found = {key: _read(value) for key, value in keys.items()}
+    made = _compared(tokenizer_json(found, path))
+    unsaid = [name for name, part in _compared(content).items() if part != made[name]]
+    front = [found[f"{PREFIX}bos_token_id"]] if found[f"{PREFIX}add_bos_token"] else []
+    if tokenizer.encode("a") != [*front, *tokenizer.encode("a", add_special_tokens=False)]:
+        unsaid.append("post_processor")
+    return unsaid
+
+
+def _compared(content: Mapping[str, Any]) -> dict[str, object]:
+    """Return the parts of a tokenizer.json, each without what makes no difference in it."""
+    from tokenizers.pre_tokenizers import ByteLevel  # imported here: `cpmrt convert --help` stays quick
+
+    normalizer, decoder, model = content["normalizer"], content["decoder"], content["model"]
+    knows_bytes = model["vocab"].keys() >= set(ByteLevel.alphabet())
+    fields = _OF_MODEL if knows_bytes else _OF_MODEL + _OF_UNKNOWN
+    # Without a normalizer a text is what it was.
+    flags = ("id", "content", "special", "single_word", "lstrip", "rstrip", *(["normalized"] if normalizer else []))
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": patterns_of(content) or content["pre_tokenizer"],
+        "merges": [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]],
+        "model": [model[name] or None for name in fields],
+        "added_tokens": [[token[name] for name in flags] for token in content["added_tokens"]],
+        # The settings of this one are for encoding.
+        "decoder": "ByteLevel" if decoder and decoder["type"] == "ByteLevel" else decoder,
+    }
 
 
 def _read(value: KeyValue) -> Value:

@@ -6,6 +6,7 @@ import shutil
 import gguf_models as models
 import pytest
 from gguf_tokenizers import DATA, SPLITTERS, texts, trained
+from tokenizers import AddedToken, decoders, normalizers, processors
 
 from cpmrt.quantization.gguf_conversion import to_gguf
 from cpmrt.text import ChatTemplate, Tokenizer
@@ -44,7 +45,53 @@ def test_a_tokenizer_that_has_no_name_comes_as_a_whole(tmp_path, caplog):
     folder = small(tmp_path, trained(("x+",)).to_str())
     to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
     _same_tokenizer(folder, tmp_path / "made.gguf", whole=True)
-    assert "llama.cpp will split it otherwise" in caplog.text
+    assert "no key of GGUF says its pre_tokenizer: " in caplog.text
+
+
+def _with_flag(name):
+    return lambda library: library.add_special_tokens([AddedToken("<|im_end|>", special=True, **{name: True})])
+
+
+def _with_flag_of_the_normalizer(library):
+    library.normalizer = normalizers.NFC()
+    library.add_tokens([AddedToken("<|im_end|>", normalized=True, special=True)])
+
+
+def _with_an_end(library):
+    end = library.token_to_id("<|im_end|>")
+    library.post_processor = processors.TemplateProcessing("$A <|im_end|>", special_tokens=[("<|im_end|>", end)])
+
+
+def _with_a_decoder(library):
+    library.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+
+
+@pytest.mark.parametrize(("change", "part"), [
+    *((_with_flag(name), "added_tokens") for name in ("lstrip", "rstrip", "single_word")),
+    (_with_flag_of_the_normalizer, "added_tokens"), (_with_an_end, "post_processor"), (_with_a_decoder, "decoder"),
+])  # fmt: skip
+def test_a_tokenizer_of_which_a_part_has_no_key_comes_as_a_whole(tmp_path, caplog, change, part):
+    name = "qwen2" if change is _with_flag_of_the_normalizer else "gpt-2"
+    library = trained(**SPLITTERS[name])
+    change(library)
+    folder = small(tmp_path, library.to_str())
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=True)
+    assert f"no key of GGUF says its {part}: " in caplog.text
+
+
+def test_what_makes_no_difference_needs_no_second_copy(tmp_path, caplog):
+    """A BOS that the post-processor puts in front has a key; a byte-level decoder has settings that it does not use."""
+    library = trained(**SPLITTERS["gpt-2"])
+    start = library.token_to_id("<|im_start|>")
+    front = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", start)])
+    library.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), front])
+    library.decoder = decoders.ByteLevel(add_prefix_space=True, trim_offsets=True, use_regex=True)
+    library.add_tokens([AddedToken("<tool>", normalized=True)])
+    folder = small(tmp_path, library.to_str(), bos_token="<|im_start|>")
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    _same_tokenizer(folder, tmp_path / "made.gguf", whole=False)
+    assert not caplog.records and Tokenizer.open(tmp_path / "made.gguf").encode("a")[0] == start
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "none"])
@@ -65,6 +112,7 @@ def _same_tokenizer(folder, made, *, whole):
     assert (b"tokenizer.huggingface.json" in made.read_bytes()) == whole
     found, expected = Tokenizer.open(made), Tokenizer.open(folder)
     for text in texts(["<|im_end|>", "<|im_start|>"], 300):
-        assert found.encode(text) == expected.encode(text), text
+        ids = expected.encode(text)
+        assert found.encode(text) == ids and found.decode(ids) == expected.decode(ids), text
     assert found.eos_token_ids == expected.eos_token_ids and found.bos_token_id == expected.bos_token_id
     assert (ChatTemplate.open(made) is None) == (ChatTemplate.open(folder) is None)

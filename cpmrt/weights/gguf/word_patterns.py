@@ -75,15 +75,20 @@ def word_splitter(name: object, tokens: Sequence[str], where: str) -> WordSplitt
 
 def name_of(tokenizer_json: Mapping[str, Any]) -> str | None:
     """Return the name under which GGUF knows how a tokenizer.json cuts text into words; None if it has none."""
-    splitter, model = tokenizer_json.get("pre_tokenizer") or {}, tokenizer_json["model"]
-    parts = splitter.get("pretokenizers") or [splitter]
-    if not parts or not all(_is_plain(part) for part in parts):
-        return None
-    patterns = [part["pattern"]["Regex"] if part["type"] == "Split" else _GPT2 for part in parts if _cuts(part)]
+    patterns, ignores_merges = patterns_of(tokenizer_json), bool(tokenizer_json["model"].get("ignore_merges"))
     for name, row in (*_SPLITTERS.items(), ("minicpm5", _MINICPM5_JOINED)):
-        if (tuple(patterns), bool(model.get("ignore_merges"))) == (row.patterns, row.ignores_merges):
+        if (patterns, ignores_merges) == (row.patterns, row.ignores_merges):
             return name
     return None
+
+
+def patterns_of(tokenizer_json: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the patterns by which a tokenizer.json cuts text; None if it does more than a `WordSplitter` can."""
+    splitter = tokenizer_json.get("pre_tokenizer") or {}
+    parts = splitter.get("pretokenizers") or [splitter]
+    if not all(_is_plain(part) for part in parts):
+        return None
+    return tuple(part["pattern"]["Regex"] if part["type"] == "Split" else _GPT2 for part in parts if _cuts(part))
 
 
 def _is_plain(part: Mapping[str, Any]) -> bool:
