@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from cpmrt.errors import UnsupportedModelError
 from cpmrt.quantization.gguf_file import KeyValue, Typed
 from cpmrt.text import Tokenizer
 from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
@@ -34,14 +35,19 @@ _OF_UNKNOWN = ("fuse_unk", "unk_token")
 def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:
     """Return the keys of the folder's tokenizer and chat template, with the tokens that other files add.
 
-    Raises CheckpointError where they are malformed.
+    Raises CheckpointError where they are malformed, UnsupportedModelError for a tokenizer that is not BPE.
     """
     path = folder.path / "tokenizer.json"
     if not is_there(path):
         return {}
     tokenizer = Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
     whole = tokenizer.serialized()
-    content = parse_object(whole.encode(), str(path))
+    content: dict[str, Any] = parse_object(whole.encode(), str(path))
+    if (kind := content["model"]["type"]) != "BPE":
+        raise UnsupportedModelError(
+            f"tokenizer of a GGUF file: {path}", expected="one of type BPE", actual=kind,
+            fix="use the safetensors as they are",
+        )  # fmt: skip
     keys = _vocabulary_keys(content, folder.config.vocab_size) | _special_keys(tokenizer, folder)
     if unsaid := _unsaid(keys, content, tokenizer, folder.path):
         _LOG.warning(_COMES_AS_A_WHOLE, path, ", ".join(unsaid))

@@ -7,7 +7,10 @@ import gguf_models as models
 import pytest
 from gguf_tokenizers import DATA, SPLITTERS, texts, trained
 from tokenizers import AddedToken, decoders, normalizers, processors
+from tokenizers import Tokenizer as Library
+from tokenizers import models as library_models
 
+from cpmrt.errors import UnsupportedModelError
 from cpmrt.quantization.gguf_conversion import to_gguf
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.model_folder import ModelFolder
@@ -106,6 +109,18 @@ def test_tokens_that_other_files_add_come_along(tmp_path, name):
     _same_tokenizer(folder, tmp_path / "made.gguf", whole=name == "none")
     found = Tokenizer.open(tmp_path / "made.gguf")
     assert found.encode("<|end|><tool>") == [size, size + 1] and found.special_ids >= {size}
+
+
+@pytest.mark.parametrize("model", [
+    library_models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0), library_models.WordLevel({"<unk>": 0, "a": 1}, "<unk>"),
+    library_models.WordPiece({"<unk>": 0, "a": 1}, unk_token="<unk>"),
+])  # fmt: skip
+def test_a_tokenizer_that_is_no_bpe_is_refused(tmp_path, model):
+    folder = small(tmp_path, Library(model).to_str())
+    kind = type(model).__name__
+    with pytest.raises(UnsupportedModelError, match=f"tokenizer.json: expected one of type BPE, got {kind}; use the"):
+        to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    assert not (tmp_path / "made.gguf").exists()
 
 
 def _same_tokenizer(folder, made, *, whole):
