@@ -15,12 +15,12 @@ import numpy as np
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.quantization.gguf_file import KeyValue, Typed
 from cpmrt.text import Tokenizer
-from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
+from cpmrt.text.chat_template import read_templates
 from cpmrt.weights.files import parse_object
 from cpmrt.weights.gguf.header import Value
 from cpmrt.weights.gguf.vocabulary import PREFIX, TEMPLATE, TEMPLATES, WHOLE, TokenType, tokenizer_json
 from cpmrt.weights.gguf.word_patterns import name_of, patterns_of
-from cpmrt.weights.model_files import is_there, read_file, read_json_if_there
+from cpmrt.weights.model_files import is_there
 from cpmrt.weights.model_folder import ModelFolder
 
 _LOG = logging.getLogger(__name__)
@@ -153,17 +153,11 @@ def _read(value: KeyValue) -> Value:
     return value.value if isinstance(value.value, (int, float)) else np.array(value.value)
 
 
-def _template_keys(path: Path) -> dict[str, KeyValue]:
+def _template_keys(folder: Path) -> dict[str, KeyValue]:
     """Return the chat templates of a folder."""
-    if is_there(path / "chat_template.jinja"):
-        return {TEMPLATE: read_file(path / "chat_template.jinja", MAX_TOKENIZER_BYTES).decode()}
-    found = (read_json_if_there(path / "tokenizer_config.json") or {}).get("chat_template")
-    if isinstance(found, str):
-        return {TEMPLATE: found}
-    if not isinstance(found, list):
-        return {}
-    named = {str(entry["name"]): str(entry["template"]) for entry in found}
+    named, _ = read_templates(folder) or ({}, folder)
     keys: dict[str, KeyValue] = {
         TEMPLATE if name == "default" else f"{TEMPLATE}.{name}": text for name, text in named.items()
     }
-    return {TEMPLATES: [name for name in named if name != "default"], **keys}
+    others = [name for name in named if name != "default"]
+    return keys | ({TEMPLATES: others} if others else {})

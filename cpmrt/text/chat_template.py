@@ -59,17 +59,10 @@ class ChatTemplate:
     def open(cls, folder: Path) -> ChatTemplate | None:
         """Open the template in a checkpoint folder; None if it has none.
 
-        chat_template.jinja wins over chat_template.json, that over tokenizer_config.json. Raises CheckpointError
-        naming file and line if a template or a file is malformed.
+        Raises CheckpointError as `read_templates` does, also naming the line where a template cannot be compiled.
         """
-        path = folder / "chat_template.jinja"
-        if is_there(path):
-            return cls({"default": _read_template(path)}, path, read_special_tokens(folder))
-        for path in (folder / "chat_template.json", folder / CONFIG_FILE):
-            value = read_optional(path).get(KEY)
-            if value is not None:
-                return cls(_named_templates(value, path), path, read_special_tokens(folder))
-        return None
+        found = read_templates(folder)
+        return None if found is None else cls(*found, read_special_tokens(folder))
 
     def render(
         self,
@@ -169,6 +162,22 @@ class ChatTemplate:
             f"the chat template cannot render these messages: {_reason(error)} ({where})",
             fix="check the messages for what the template needs",
         ) from error
+
+
+def read_templates(folder: Path) -> tuple[dict[str, str], Path] | None:
+    """Return the templates of a checkpoint folder by name, and the file that they stand in; None if it has none.
+
+    chat_template.jinja wins over chat_template.json, that over tokenizer_config.json. Raises CheckpointError
+    naming the file if it is malformed.
+    """
+    path = folder / "chat_template.jinja"
+    if is_there(path):
+        return {"default": _read_template(path)}, path
+    for path in (folder / "chat_template.json", folder / CONFIG_FILE):
+        value = read_optional(path).get(KEY)
+        if value is not None:
+            return _named_templates(value, path), path
+    return None
 
 
 def _read_template(path: Path) -> str:

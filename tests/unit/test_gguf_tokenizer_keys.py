@@ -123,6 +123,26 @@ def test_a_tokenizer_that_is_no_bpe_is_refused(tmp_path, model):
     assert not (tmp_path / "made.gguf").exists()
 
 
+@pytest.mark.parametrize(("jinja", "own", "value"), [
+    (None, None, "of the config"), (None, {"chat_template": "of its json"}, "of the config"),
+    ("of jinja", {"chat_template": "of its json"}, "of the config"), (None, {}, {"name": "default", "template": "one"}),
+    (None, None, [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b {{ tools }}"}]),
+    (None, None, None),
+])  # fmt: skip
+def test_the_chat_template_is_the_one_that_the_folder_opens_with(tmp_path, jinja, own, value):
+    folder = small(tmp_path, trained(**SPLITTERS["gpt-2"]).to_str(), chat_template=value)
+    if jinja:
+        (folder / "chat_template.jinja").write_text(jinja)
+    if own is not None:
+        (folder / "chat_template.json").write_text(json.dumps(own))
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    expected, found = ChatTemplate.open(folder), ChatTemplate.open(tmp_path / "made.gguf")
+    if expected is None or found is None:
+        assert expected is found and value is None
+    else:
+        assert (found.source, found.text) == (expected.source, expected.text)
+
+
 def _same_tokenizer(folder, made, *, whole):
     assert (b"tokenizer.huggingface.json" in made.read_bytes()) == whole
     found, expected = Tokenizer.open(made), Tokenizer.open(folder)
