@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import log
 
-from cpmrt.config import ModelConfig, RopeConfig
+from cpmrt.config import ModelConfig, RopeConfig, SamplingDefaults
 from cpmrt.config.architectures import ARCHITECTURES
 from cpmrt.config.layers import GatedMlp, GroupedAttention, LatentAttention
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.rope import inverse_frequencies
 from cpmrt.quantization.gguf_file import KeyValue, Typed
 from cpmrt.weights.gguf.architectures import GGUF_ARCHITECTURES, LONG_FACTORS, SHORT_FACTORS, GgufArchitecture
+from cpmrt.weights.gguf.config import SAMPLING
 from cpmrt.weights.gguf.file import GGUF_SUFFIX
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -63,7 +64,7 @@ def model_keys(folder: ModelFolder, file_type: int) -> dict[str, KeyValue]:
         "general.file_type": _u32(file_type),
         "general.quantization_version": _u32(_QUANTIZATION_VERSION),
     }
-    return general | {f"{row.name}.{key}": value for key, value in own.items()}
+    return general | _sampling_keys(folder.sampling) | {f"{row.name}.{key}": value for key, value in own.items()}
 
 
 def _name(folder: ModelFolder) -> str:
@@ -71,6 +72,19 @@ def _name(folder: ModelFolder) -> str:
     if folder.repository is not None:
         return folder.repository.name.rpartition("/")[2]
     return folder.path.name.removesuffix(GGUF_SUFFIX)
+
+
+def _sampling_keys(sampling: SamplingDefaults) -> dict[str, KeyValue]:
+    """Return the keys of the sampling that the model's makers recommend; none where they recommend nothing."""
+    nothing = SamplingDefaults()
+    if sampling == nothing:
+        return {}
+    values = {key: getattr(sampling, name) for key, name in SAMPLING.items()}
+    return {
+        f"general.sampling.{key}": Typed("i32" if key == "top_k" else "f32", value)
+        for key, value in values.items()
+        if key == "temp" or value != getattr(nothing, SAMPLING[key])
+    }
 
 
 def factor_tensors(config: ModelConfig) -> dict[str, Sequence[float]]:

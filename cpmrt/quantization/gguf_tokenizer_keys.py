@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from cpmrt.errors import UnsupportedModelError
+from cpmrt.errors import UnsupportedModelError, listed
 from cpmrt.quantization.gguf_file import KeyValue, Typed
 from cpmrt.text import Tokenizer
 from cpmrt.text.chat_template import read_templates
 from cpmrt.weights.files import parse_object
+from cpmrt.weights.gguf.config import END_NAMES, end_ids
 from cpmrt.weights.gguf.header import Value
 from cpmrt.weights.gguf.vocabulary import PREFIX, TEMPLATE, TEMPLATES, WHOLE, TokenType, tokenizer_json
 from cpmrt.weights.gguf.word_patterns import name_of, patterns_of
@@ -27,6 +28,7 @@ _LOG = logging.getLogger(__name__)
 _COMES_AS_A_WHOLE = (
     "%s: no key of GGUF says its %s: the file has the whole tokenizer as well, but llama.cpp may split text otherwise"
 )
+_ENDS_LEFT_OUT = "%s: tokens %s end an answer, but GGUF has only %d keys for ends: from the file they do not end it"
 _OF_MODEL = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
 _OF_UNKNOWN = ("fuse_unk", "unk_token")
 """What counts only where a text can have what is no token."""
@@ -48,7 +50,8 @@ def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:
             f"tokenizer of a GGUF file: {path}", expected="one of type BPE", actual=kind,
             fix="use the safetensors as they are",
         )  # fmt: skip
-    keys = _vocabulary_keys(content, folder.config.vocab_size) | _special_keys(tokenizer, folder)
+    vocabulary = _vocabulary_keys(content, folder.config.vocab_size)
+    keys = vocabulary | _special_keys(tokenizer, folder) | _end_keys(tokenizer, folder, vocabulary)
     if unsaid := _unsaid(keys, content, tokenizer, folder.path):
         _LOG.warning(_COMES_AS_A_WHOLE, path, ", ".join(unsaid))
         keys[WHOLE] = whole
@@ -94,30 +97,43 @@ def _scores(merges: Sequence[str], tokens: Sequence[str]) -> list[float]:
 
 
 def _special_keys(tokenizer: Tokenizer, folder: ModelFolder) -> dict[str, KeyValue]:
-    """Return the ids of special tokens: those that the tokenizer names, else those of config.json."""
-    config, special = folder.config, tokenizer.special_ids
-    starts = (tokenizer.bos_token_id, config.bos_token_id if config.bos_token_id in special else None)
+    """Return the ids of BOS, that of the tokenizer, else of config.json, and of the unknown token."""
+    starts = (tokenizer.bos_token_id, *_special((folder.config.bos_token_id,), tokenizer))
     bos = next((token_id for token_id in starts if token_id is not None), None)
-    ends = tokenizer.eos_token_ids or tuple(token_id for token_id in config.eos_token_ids if token_id in special)
     keys: dict[str, KeyValue] = {"add_bos_token": tokenizer.encode("a")[:1] == [bos] and bos is not None}
     if bos is not None:
         keys["bos_token_id"] = Typed("u32", bos)
-    if ends:
-        keys["eos_token_id"] = Typed("u32", ends[0])
-    others = [token_id for token_id in config.eos_token_ids if token_id in special and token_id not in ends[:1]]
-    if others:
-        keys["eot_token_id"] = Typed("u32", others[-1])
     unknown = tokenizer.token_id("<unk>")
     if unknown is not None:
         keys["unknown_token_id"] = Typed("u32", unknown)
     return {PREFIX + name: value for name, value in keys.items()}
 
 
+def _end_keys(tokenizer: Tokenizer, folder: ModelFolder, vocabulary: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
+    """Return the ids of the tokens that end an answer: EOS is that of the tokenizer, else of config.json.
+
+    The keys of others go first to those that no reader knows by their text. A warning names those that remain.
+    """
+    ends = folder.config.eos_token_ids
+    eos = (*tokenizer.eos_token_ids, *_special(ends, tokenizer))[:1]
+    by_text = end_ids(_read(vocabulary), folder.path)
+    others = sorted((token_id for token_id in ends if token_id not in eos), key=lambda token_id: token_id in by_text)
+    names = END_NAMES[1:]
+    if lost := [token_id for token_id in others[len(names) :] if token_id not in by_text]:
+        _LOG.warning(_ENDS_LEFT_OUT, folder.path, listed([str(token_id) for token_id in lost]), len(END_NAMES))
+    found = [*zip(END_NAMES, eos, strict=False), *zip(names, others, strict=False)]
+    return {f"{PREFIX}{name}_token_id": Typed("u32", token_id) for name, token_id in found}
+
+
+def _special(ids: Sequence[int | None], tokenizer: Tokenizer) -> list[int]:
+    return [token_id for token_id in ids if token_id is not None and token_id in tokenizer.special_ids]
+
+
 def _unsaid(
     keys: Mapping[str, KeyValue], content: Mapping[str, Any], tokenizer: Tokenizer, path: Path
 ) -> list[str]:
     """Return the names of the parts of a tokenizer.json that the keys alone do not make again."""
-    found = {key: _read(value) for key, value in keys.items()}
+    found = _read(keys)
     made = _compared(tokenizer_json(found, path))
     unsaid = [name for name, part in _compared(content).items() if part != made[name]]
     front = [found[f"{PREFIX}bos_token_id"]] if found[f"{PREFIX}add_bos_token"] else []
@@ -146,8 +162,12 @@ def _compared(content: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _read(value: KeyValue) -> Value:
-    """Return the value of a key as it will be read from the file."""
+def _read(keys: Mapping[str, KeyValue]) -> dict[str, Value]:
+    """Return the values of keys as they will be read from the file."""
+    return {key: _read_one(value) for key, value in keys.items()}
+
+
+def _read_one(value: KeyValue) -> Value:
     if not isinstance(value, Typed):
         return value if isinstance(value, (str, bool)) else list(value)
     return value.value if isinstance(value.value, (int, float)) else np.array(value.value)

@@ -1,5 +1,6 @@
 """What the config of a model says stands in the keys of a GGUF file made of it, or is refused."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM
+from cpmrt.config import SamplingDefaults
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.rope import rope_table
 from cpmrt.quantization.gguf_conversion import to_gguf
@@ -48,6 +50,26 @@ def test_value_heads_of_latent_attention_keep_their_size(tmp_path):
         with LLM(path, executor="reference", dtype="float32", max_context=64) as llm:
             scores.append(llm.score("a line of text"))
     np.testing.assert_allclose(*scores, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("generation", [
+    {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.05},
+    {"do_sample": True}, {"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.1}, {"do_sample": False},
+    {"top_k": 0}, {"eos_token_id": 2}, None,
+])  # fmt: skip
+def test_the_sampling_that_the_makers_recommend(tmp_path, generation):
+    folder = write_checkpoint(tmp_path / "folder")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert ModelFolder.open(made_of(folder)).sampling == ModelFolder.open(folder).sampling
+
+
+def test_a_model_that_is_known_by_its_sizes_keeps_the_sampling_of_its_card(tmp_path):
+    """For other programs, which do not know it."""
+    folder = ModelFolder.open(write_checkpoint(tmp_path / "folder"))
+    keys = model_keys(replace(folder, sampling=SamplingDefaults(0.8, top_p=0.8, source="a card")), 0)
+    found = {key: value.value for key, value in keys.items() if key.startswith("general.sampling.")}
+    assert found == {"general.sampling.temp": 0.8, "general.sampling.top_p": 0.8}
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

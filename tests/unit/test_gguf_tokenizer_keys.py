@@ -143,6 +143,28 @@ def test_the_chat_template_is_the_one_that_the_folder_opens_with(tmp_path, jinja
         assert (found.source, found.text) == (expected.source, expected.text)
 
 
+@pytest.mark.parametrize(("own", "more", "num_lost"), [
+    (True, ["<A>"], 0), (True, ["<A>", "<B>"], 0), (False, ["<A>", "<B>"], 0),
+    (True, ["<|im_end|>", "<A>", "<|im_start|>"], 0),  # the first is known by its text
+    (True, ["<A>", "<B>", "<C>", "<D>"], 2), (True, ["a", "b"], 0),
+])  # fmt: skip
+def test_every_token_that_ends_an_answer_does(tmp_path, caplog, own, more, num_lost):
+    """`own`: the tokenizer names an end of its own, </s>."""
+    library = trained(**SPLITTERS["gpt-2"])
+    library.add_special_tokens(["</s>", *(text for text in more if text.startswith("<"))])
+    ends = [library.token_to_id(text) for text in ("</s>", *more)]
+    folder = small(tmp_path, library.to_str(), **({"eos_token": "</s>"} if own else {}))
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": ends}
+    (folder / "config.json").write_text(json.dumps(config))
+    to_gguf(ModelFolder.open(folder), tmp_path / "made.gguf", "q8_0")
+    found = ModelFolder.open(tmp_path / "made.gguf").config.eos_token_ids
+    lost = set(ends[len(ends) - num_lost :])
+    assert set(ends) - set(found) == lost and set(found) <= {*ends, library.token_to_id("<|im_end|>")}
+    assert Tokenizer.open(tmp_path / "made.gguf").eos_token_ids == ((ends[0],) if own else (min(ends),))
+    assert ("GGUF has only 3 keys for ends" in caplog.text) == bool(lost)
+    assert all(str(token_id) in caplog.text for token_id in lost)
+
+
 def _same_tokenizer(folder, made, *, whole):
     assert (b"tokenizer.huggingface.json" in made.read_bytes()) == whole
     found, expected = Tokenizer.open(made), Tokenizer.open(folder)

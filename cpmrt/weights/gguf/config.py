@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import log, sqrt
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,18 @@ from cpmrt.weights.gguf.file import GgufModel
 from cpmrt.weights.gguf.header import Value
 from cpmrt.weights.gguf.vocabulary import PREFIX, TOKENS, TYPES, TokenType
 
-_END_IDS = tuple(f"{PREFIX}{name}_token_id" for name in ("eos", "eot", "eom"))
+END_NAMES = ("eos", "eot", "eom")
+"""The ends that have a key of their own."""
 _END_TEXTS = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"))
-"""Control tokens that end an answer in every model that has them. A file names one end, a generation_config.json all.
+"""Control tokens that end an answer in every model that has them. A file has keys for three, a
+generation_config.json names all.
 """
 # What MiniCPM3 and MiniCPM's first files, which lack the scales, are made with: scale_emb, scale_depth, dim_model_base.
 _OLD_SCALES = (12.0, 1.4, 256)
-_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+"""What the keys `general.sampling.*` are called in a generation_config.json."""
 
 
 def config_json(model: GgufModel) -> dict[str, Any]:
@@ -63,7 +69,7 @@ def config_json(model: GgufModel) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in model.entries,
         "torch_dtype": _dtype(model),
         "bos_token_id": model.metadata.get(f"{PREFIX}bos_token_id"),
-        "eos_token_id": _end_ids(model),
+        "eos_token_id": end_ids(model.metadata, model.path),
     }
     return config | (_scales(keys, hidden, layers) if traits.mup else {})
 
@@ -75,20 +81,20 @@ def head_dim(model: GgufModel) -> int:
 
 def generation_config_json(metadata: Mapping[str, Value]) -> dict[str, Any]:
     """Return the object of a generation_config.json: the sampling that the file recommends; empty where it does not."""
-    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    found = {name: metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     return {name: _decimal(value) for name, value in found.items() if value is not None}
 
 
-def _end_ids(model: GgufModel) -> list[int]:
+def end_ids(metadata: Mapping[str, Value], path: Path) -> list[int]:
     """Return the ids of the tokens that end an answer, each once. Raises CheckpointError."""
     ids = list[int]()
-    for key in _END_IDS:
-        value = model.metadata.get(key)
+    for key in (f"{PREFIX}{name}_token_id" for name in END_NAMES):
+        value = metadata.get(key)
         if type(value) is int:
             ids.append(value)
         elif value is not None:
-            raise CheckpointError(f"{model.path}: key {quoted(key)}", expected="a token id", actual=quoted(value))
-    texts, types = model.metadata.get(TOKENS), model.metadata.get(TYPES)
+            raise CheckpointError(f"{path}: key {quoted(key)}", expected="a token id", actual=quoted(value))
+    texts, types = metadata.get(TOKENS), metadata.get(TYPES)
     if isinstance(texts, list) and isinstance(types, np.ndarray) and len(types) == len(texts):
         controls = np.flatnonzero(types == TokenType.CONTROL).tolist()
         ids += [token_id for token_id in controls if texts[token_id] in _END_TEXTS]
