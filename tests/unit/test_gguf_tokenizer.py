@@ -196,6 +196,16 @@ def test_malformed_tokenizers_are_refused_by_key(tmp_path, change, words):
     assert words in str(found.value) and str(path) in str(found.value)
 
 
+@pytest.mark.parametrize("key", ["model", "pre"])
+def test_what_a_whole_tokenizer_json_leaves_unread_is_checked_as_well(tmp_path, key):
+    library = plain()
+    whole = {"tokenizer.huggingface.json": (files.STRING, library.to_str())}
+    keys = byte_pair_keys(library, "gpt-2") | whole | {key: listed(files.U32, [1, 2])}
+    for opener in (Tokenizer, ChatTemplate):
+        with pytest.raises(CheckpointError, match=f"'tokenizer.ggml.{key}': expected a string"):
+            opener.open(write(tmp_path / "bad.gguf", keys))
+
+
 def test_a_piece_that_is_too_long_to_be_cut_everywhere_is_refused(tmp_path):
     tokens = ["<unk>", "a", "a" * 257]
     keys = {"model": (files.STRING, "llama"), "tokens": listed(files.STRING, tokens)}

@@ -91,6 +91,14 @@ class Vocabulary:
             raise CheckpointError(f"{self.path}: key {quoted(key)}", expected=expected, actual=quoted(token_id))
         return self.tokens[token_id]
 
+    def text(self, name: str) -> str | None:
+        """Return a string of the tokenizer; None where the file has none."""
+        value = self.metadata.get(PREFIX + name)
+        if value is not None and not isinstance(value, str):
+            key = quoted(PREFIX + name)
+            raise CheckpointError(f"{self.path}: key {key}", expected="a string", actual=quoted(value))
+        return value
+
     def flag(self, name: str, default: bool) -> bool:
         """Return a truth value of the tokenizer."""
         value = self.metadata.get(PREFIX + name, default)
@@ -132,7 +140,7 @@ def tokenizer_config_json(metadata: Mapping[str, Value], path: Path) -> dict[str
     """Return the object of a tokenizer_config.json: special tokens, BOS, chat template. Raises CheckpointError."""
     vocabulary = Vocabulary.of(metadata, path)
     named = {name: text for key, name in _NAMED.items() if (text := vocabulary.named(key))}
-    adds_bos = metadata.get(MODEL) == "llama" or metadata.get(PREFIX + "pre") in ("llama-bpe", "llama3", "llama-v3")
+    adds_bos = vocabulary.text("model") == "llama" or vocabulary.text("pre") in ("llama-bpe", "llama3", "llama-v3")
     config: dict[str, Any] = {"add_bos_token": vocabulary.flag("add_bos_token", adds_bos) and "bos_token" in named}
     config |= named
     templates = dict(_templates(metadata, path))
