@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -119,10 +120,31 @@ def test_errors_of_cupy_become_ours(
     assert isinstance(device_fault(fault), error)
 
 
+def driver_library(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
+    """Let libcuda load, or not."""
+
+    def load(name: str) -> object:
+        assert name == "libcuda.so.1"
+        if is_there:
+            return SimpleNamespace()
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+
+
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
+    driver_library(monkeypatch, is_there=True)
     with pytest.raises(NoDeviceError, match=r"CuPy cannot be imported .*pip install .*cupy-cuda13x"):
         open_device()
+
+
+def test_without_a_driver_cupy_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    driver_library(monkeypatch, is_there=False)
+    with pytest.raises(NoDeviceError, match=r"^no NVIDIA driver \(libcuda\.so\.1\); install the driver"):
+        open_device()
+    assert "(no NVIDIA driver (libcuda.so.1))" in executor().found
 
 
 def test_an_unwritable_home_does_not_keep_cupy_from_importing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -132,6 +154,7 @@ def test_an_unwritable_home_does_not_keep_cupy_from_importing(monkeypatch: pytes
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     written = (tmp_path / "cupy.py").write_text("raise ImportError('stop here')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    driver_library(monkeypatch, is_there=True)
     with pytest.raises(NoDeviceError, match="stop here"):
         open_device()
     assert written and os.access(os.environ["CUPY_CACHE_DIR"], os.W_OK)

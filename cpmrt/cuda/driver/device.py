@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import sys
@@ -116,7 +117,7 @@ def open_device(index: int = 0) -> Device:
 def _usable_driver(runtime: ModuleType) -> tuple[int, int]:
     driver, built_for = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if not driver:
-        raise NoDeviceError("no NVIDIA driver (libcuda.so.1)", fix="install the driver, or use executor='reference'")
+        raise _no_driver()
     if driver // 1000 < built_for // 1000:
         raise NoDeviceError(
             "the NVIDIA driver is too old for the installed CuPy",
@@ -127,11 +128,18 @@ def _usable_driver(runtime: ModuleType) -> tuple[int, int]:
     return driver // 1000, driver % 1000 // 10
 
 
+def _no_driver() -> NoDeviceError:
+    return NoDeviceError("no NVIDIA driver (libcuda.so.1)", fix="install the driver, or use executor='reference'")
+
+
 _stand_in: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _import_cupy() -> ModuleType:
-    """Import CuPy. It creates its cache folder on import and fails where it cannot, as in a read-only home."""
+    """Import CuPy. It creates its cache folder on import and fails where it cannot, as in a read-only home.
+
+    Raises NoDeviceError; CuPy is named only where there is a driver that it could use.
+    """
     if "cupy" not in sys.modules and not _can_write(env.cupy_cache_dir()):
         _stand_in.append(tempfile.TemporaryDirectory(prefix="cpmrt-cupy-"))
         env.set_cupy_cache_dir(Path(_stand_in[0].name))
@@ -139,8 +147,18 @@ def _import_cupy() -> ModuleType:
         with no_collections():
             return importlib.import_module("cupy")
     except ImportError as error:
+        if not _has_driver():
+            raise _no_driver() from None
         fix = f"{install_extra('cuda13')} (for a driver older than 580: {install_extra('cuda12')})"
         raise NoDeviceError(f"CuPy cannot be imported ({error})", fix=fix) from None
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _can_write(folder: Path) -> bool:
