@@ -122,8 +122,8 @@ class Recorder:
 
         targets: list[tuple[Any, dict[str, Any]]] = [
             (executor_choice, {"begin_device": lambda settings: None}), (llm, {"begin_device": lambda settings: None}),
-            (assembly, {"open_executor": open_executor, "open_device": lambda index=0: known}),
-            (device, {"open_device": lambda index=0: known}),
+            (assembly, {"open_executor": open_executor, "open_device": lambda: known}),
+            (device, {"open_device": lambda: known}),
             (modules.Modules, {"kernel": kernel, "compile": compile_several}),
             (launch, {"launch": lambda *_, **__: None}),
             (launcher, {"launch": lambda *_, **__: None, "check_all_resident": lambda *_: None}),

@@ -7,20 +7,19 @@ from contextlib import suppress
 from threading import Thread
 
 
-def begin_context(index: int = 0) -> None:
-    """Have a thread create the primary context of the GPU with this index, which CuPy uses too, and make cuBLASLt ready
-    there.
+def begin_context() -> None:
+    """Have a thread create the primary context of the first GPU, which CuPy uses too, and make cuBLASLt ready there.
 
     Both take some tenths of a second, without Python's lock. What goes wrong is told where the device is opened.
     """
-    Thread(target=_create, args=(index,), name="cpmrt-context").start()
+    Thread(target=_create, name="cpmrt-context").start()
 
 
-def _create(index: int) -> None:
+def _create() -> None:
     with suppress(OSError, AttributeError):  # there is no driver, or none that has a name used here
         driver = ctypes.CDLL("libcuda.so.1")
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0):
             return
         if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) or driver.cuCtxSetCurrent(context):
             return

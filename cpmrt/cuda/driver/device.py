@@ -25,6 +25,8 @@ _PORTABLE_CAPABILITY, _PORTABLE_SHARED_BYTES = 86, 101376
 
 
 _OVER_HALF_BYTES = 1024
+_FIRST = 0
+"""The index of the GPU that cpmrt uses. CUDA_VISIBLE_DEVICES says which one that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +72,21 @@ class Device:
         return free
 
 
-def open_device(index: int = 0) -> Device:
-    """Make the GPU with this index current. Raises NoDeviceError, with what to change, if cpmrt cannot use it."""
+def open_device() -> Device:
+    """Make the first GPU current. Raises NoDeviceError, with what to change, if cpmrt cannot use it."""
     cupy = _import_cupy()
     runtime = cupy.cuda.runtime
     driver = _usable_driver(runtime)
     try:
         count = runtime.getDeviceCount()
-        if index < count:
-            runtime.setDevice(index)
-            properties = runtime.getDeviceProperties(index)
+        if count:
+            runtime.setDevice(_FIRST)
+            properties = runtime.getDeviceProperties(_FIRST)
     except runtime.CUDARuntimeError as error:
         fix = "nvidia-smi must list a GPU (in a container: docker run --gpus all ...); see also `cpmrt doctor`"
         raise NoDeviceError("no GPU answers", actual=str(error), fix=fix) from None
-    if index >= count:
-        raise NoDeviceError(f"no GPU with index {index}", actual=f"{count} GPU(s)", fix="check CUDA_VISIBLE_DEVICES")
+    if not count:
+        raise NoDeviceError("this process sees no GPU", fix="check CUDA_VISIBLE_DEVICES")
     capability = 10 * properties["major"] + properties["minor"]
     name = properties["name"].decode("utf-8", "replace")
     if capability < MIN_CAPABILITY:
@@ -99,7 +101,7 @@ def open_device(index: int = 0) -> Device:
     has_clusters = capability >= 90 and not is_portable
     whole, wide = clusters_at_once((8, shared_bytes), (16, shared_bytes // 2)) if has_clusters else (0, 0)
     return Device(
-        index=index,
+        index=_FIRST,
         name=name,
         arch=f"sm_{capability}",
         capability=_PORTABLE_CAPABILITY if is_portable else capability,
