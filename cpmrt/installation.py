@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, requires
@@ -44,6 +45,23 @@ def install_extra(extra: str) -> str:
     return pip_install(*(_requirements(extra) or [f"cpmrt[{extra}]"]))
 
 
+def install_missing(extra: str) -> str:
+    """Return the command that installs those packages of an extra that cannot be imported."""
+    missing = missing_packages(extra)
+    wanted = [line for line in _requirements(extra) if package_of(line).replace("-", "_") in missing]
+    return pip_install(*(wanted or [f"cpmrt[{extra}]"]))
+
+
+def required() -> list[str]:
+    """Return the requirements without which cpmrt cannot run, such as "rich>=13"; nothing where it is not installed."""
+    return _requirements("")
+
+
+def package_of(requirement: str) -> str:
+    """Return the name of the package in a requirement, as "rich" in "rich>=13"."""
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+
+
 def reinstall() -> str:
     """Return the command that puts cpmrt's own files back: from the checkout or wheel that it came from, if known."""
     try:
@@ -56,10 +74,14 @@ def reinstall() -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra besides cpmrt's own; nothing where cpmrt is not installed."""
+    """Return the requirements of an extra besides cpmrt's own, which are those of ''.
+
+    There are none where cpmrt is not installed.
+    """
     try:
         lines = requires("cpmrt") or []
     except PackageNotFoundError:
         return []
     parts = [line.replace(" ", "").replace('"', "'").partition(";") for line in lines]
-    return [requirement for requirement, _, marker in parts if marker == f"extra=='{extra}'"]
+    wanted = f"extra=='{extra}'" if extra else ""
+    return [requirement for requirement, _, marker in parts if marker == wanted]

@@ -27,12 +27,18 @@ def run(args: argparse.Namespace) -> int:
         write_json({"can_run": can_run, "findings": rows})
         return 0 if can_run else 1
     write_table([(f.subject, f.status.value, f.found) for f in findings], ("what", "state", "found"))
-    fixes = [finding for finding in findings if finding.fix]
-    if fixes:
-        write("\nto mend:\n" + "".join(f"  {printable(f.subject)}: {printable(f.fix)}\n" for f in fixes))
+    unused = [finding for finding in findings if finding.status is Status.UNUSED]
+    _write_fixes("to mend", [finding for finding in findings if finding not in unused])
+    _write_fixes("to use what is unused here", unused)
     if not can_run:
         complain("cpmrt: error: cpmrt cannot run here; mend what is broken")
     return 0 if can_run else 1
+
+
+def _write_fixes(title: str, findings: list[Finding]) -> None:
+    fixes = [f"  {printable(finding.subject)}: {printable(finding.fix)}\n" for finding in findings if finding.fix]
+    if fixes:
+        write(f"\n{title}:\n{''.join(fixes)}")
 
 
 def _findings() -> Iterator[Finding]:

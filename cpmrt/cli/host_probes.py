@@ -21,7 +21,15 @@ from cpmrt.cuda.build.source import kernels_folder
 from cpmrt.cuda.kernels import KERNELS, files
 from cpmrt.env import cache_dir
 from cpmrt.errors import CpmrtError, KernelCompileError, NoDeviceError
-from cpmrt.installation import EXTRAS, install_extra, missing_packages, pip_install, reinstall
+from cpmrt.installation import (
+    EXTRAS,
+    install_missing,
+    missing_packages,
+    package_of,
+    pip_install,
+    reinstall,
+    required,
+)
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.text import Tokenizer
 from cpmrt.weights.check import check
@@ -72,12 +80,17 @@ def versions() -> Iterator[Finding]:
 
 
 def required_packages() -> Iterator[Finding]:
-    """Report the packages that loading and text need."""
-    for package in ("tokenizers", "huggingface_hub", "jinja2", "rich", "prompt_toolkit"):
+    """Report the packages without which cpmrt cannot run, but for NumPy, which `versions` reports."""
+    requirements = required()
+    if not requirements:
+        fix = pip_install("--editable", str(Path(cpmrt.__file__).parents[1]))
+        yield Finding("required packages", Status.MISSING, "unknown: cpmrt runs from its sources, not installed", fix)
+    for requirement in requirements:
+        package = package_of(requirement)
         found = installed_version(package)
         if found is None:
-            yield Finding(package, Status.BROKEN, "not installed", pip_install(package))
-        else:
+            yield Finding(package, Status.BROKEN, "not installed", pip_install(requirement))
+        elif package != "numpy":
             yield Finding(package, Status.OK, found)
 
 
@@ -87,7 +100,7 @@ def optional_packages() -> Iterator[Finding]:
         absent = missing_packages(extra)
         if absent:
             what = f"{', '.join(absent)} not installed, {uses}"
-            yield Finding(f"packages for {extra}", Status.UNUSED, what, install_extra(extra))
+            yield Finding(f"packages for {extra}", Status.UNUSED, what, install_missing(extra))
         else:
             found = ", ".join(f"{package} {installed_version(package)}" for package in EXTRAS[extra])
             yield Finding(f"packages for {extra}", Status.OK, found)

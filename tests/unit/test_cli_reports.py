@@ -1,16 +1,12 @@
-"""`cpmrt plan`, `inspect` and `doctor`: figures that are right, JSON that parses, exit codes."""
+"""`cpmrt plan` and `inspect`: figures that are right, JSON that parses, exit codes."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import re
 import shutil
-import subprocess
 from math import prod
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from reference.quantised_models import CASES, write_quantised
@@ -18,13 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import CONFIG, write_checkpoint
 
 from cpmrt import LLM
-from cpmrt.cli import gpu_probes, host_probes
 from cpmrt.cli.arguments import Parser
-from cpmrt.cli.host_probes import Status
 from cpmrt.cli.main import main
-from cpmrt.weights.hub import BUNDLED
-
-NO_DRIVER = gpu_probes.Driver(0, ())
 
 
 @pytest.fixture(scope="module")
@@ -285,153 +276,3 @@ def test_names_in_a_checkpoint_do_not_steer_the_terminal(checkpoint, tmp_path, c
     assert main(["inspect", str(folder)]) == 0
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err and "\\x1b]0;owned\\x07" in out
-
-
-def test_doctor(capsys):
-    code = main(["doctor"])
-    out, err = capsys.readouterr()
-    assert code == 0 and err == ""
-    for subject in ("Python", "NumPy", "BLAS", "NVIDIA driver", "NVRTC", "cache folder", "bundled model", "cuda-core"):
-        assert subject in out
-    assert "auto: NumPy, for the bundled model only" in out or "auto: CUDA on" in out
-
-
-def test_doctor_json(json_of):
-    code, record = json_of("doctor")
-    assert code == 0 and record["can_run"] is True
-    assert {finding["status"] for finding in record["findings"]} <= {status.value for status in Status}
-    model = next(finding for finding in record["findings"] if finding["subject"] == "bundled model")
-    assert (model["status"] == "ok") == (BUNDLED / "model.safetensors").exists() and (model["status"] == "ok") != bool(
-        model["fix"]
-    )
-
-
-def test_doctor_fails_where_cpmrt_cannot_run(monkeypatch, capsys):
-    monkeypatch.setattr(host_probes, "installed_version", lambda package: None)
-    assert main(["doctor"]) == 1
-    out, err = capsys.readouterr()
-    assert "-m pip install tokenizers" in out and err.startswith("cpmrt: error: ") and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(("extra", "package", "needed_by"), [
-    ("server", "uvicorn", "which cpmrt serve needs"),
-    ("grammar", "llguidance", "which answers with a form (--json-schema, --regex, ...) need"),
-])  # fmt: skip
-def test_doctor_reports_the_packages_of_extras(monkeypatch, json_of, extra, package, needed_by):
-    def finding() -> dict:
-        findings = json_of("doctor")[1]["findings"]
-        return next(finding for finding in findings if finding["subject"] == f"packages for {extra}")
-
-    assert finding()["status"] == "ok" and re.search(rf"{package} \d", finding()["found"])
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
-    absent = finding()
-    assert absent["status"] == "unused" and f"{package} not installed, {needed_by}" in absent["found"]
-    if extra == "server":
-        assert "'uvicorn>=" in absent["fix"] and "'starlette>=" in absent["fix"] and "cpmrt[" not in absent["fix"]
-
-
-def test_cache_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "new"))
-    assert "not made yet" in host_probes.cache_folder().found
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "a.cubin").write_bytes(b"x" * 2048)
-    assert host_probes.cache_folder().found.endswith("new: 2.00 KiB, writable")
-    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "new" / "a.cubin"))
-    blocked = host_probes.cache_folder()
-    assert blocked.status is Status.MISSING and "CPMRT_CACHE_DIR" in blocked.fix
-
-
-DRIVER_SOURCE = """
-#include <string.h>
-static int failure = FAILURE;
-int cuInit(unsigned flags) { return failure; }
-int cuDriverGetVersion(int *v) { *v = 12080; return 0; }
-int cuDeviceGetCount(int *n) { *n = 2; return 0; }
-int cuDeviceGet(int *d, int i) { *d = i; return 0; }
-int cuDeviceGetName(char *s, int n, int d) { strncpy(s, "Orin", n); return 0; }
-int cuDeviceTotalMem_v2(unsigned long *m, int d) { *m = 8ul << 30; return 0; }
-int cuDeviceGetAttribute(int *v, int a, int d) { *v = a == 75 ? 8 : 7; return 0; }
-int cuGetErrorName(int e, const char **s) { *s = "CUDA_ERROR_NO_DEVICE"; return 0; }
-"""
-
-
-def fake_driver(tmp_path, monkeypatch, failure):
-    """A libcuda that says what it is told to."""
-    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
-    source.write_text(DRIVER_SOURCE)
-    try:
-        command = ["cc", "-shared", "-fPIC", f"-DFAILURE={failure}", "-o", library, source]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-    except FileNotFoundError:
-        pytest.skip("no C compiler")
-    load = ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
-
-
-def test_a_driver_that_works(tmp_path, monkeypatch):
-    fake_driver(tmp_path, monkeypatch, 0)
-    driver = gpu_probes.driver()
-    assert driver.cuda_version == 12080 and driver.findings[0].found == "works, CUDA 12.8"
-    assert [finding.found for finding in driver.findings[1:]] == ["Orin, compute capability 8.7, 8.00 GiB"] * 2
-    fixes = [finding.fix for finding in gpu_probes.cuda_wheels(driver) if finding.status is Status.MISSING]
-    assert all("-m pip install " in fix for fix in fixes)
-
-
-def test_a_driver_without_a_device(tmp_path, monkeypatch):
-    fake_driver(tmp_path, monkeypatch, 100)
-    driver = gpu_probes.driver()
-    assert driver.cuda_version == 0 and "CUDA_ERROR_NO_DEVICE (100)" in driver.findings[0].found
-    assert driver.findings[0].fix.startswith("nvidia-smi")
-
-
-def test_no_driver(monkeypatch):
-    def absent(name):
-        raise OSError
-
-    monkeypatch.setattr(ctypes, "CDLL", absent)
-    driver = gpu_probes.driver()
-    assert driver.cuda_version == 0 and "not installed" in driver.findings[0].found and driver.findings[0].fix
-    assert gpu_probes.nvrtc(driver).status is Status.UNUSED
-
-
-@pytest.mark.parametrize(
-    ("series", "names"),
-    [
-        (12080, {"cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "nvidia-cublas-cu12", "cuda-core", "cuda-bindings"}),
-        (13000, {"cupy-cuda13x", "nvidia-cuda-nvrtc", "nvidia-cublas", "cuda-core", "cuda-bindings"}),
-    ],
-)
-def test_missing_wheels_are_named_for_the_driver(monkeypatch, series, names):
-    monkeypatch.setattr(gpu_probes, "distributions", list)
-    fixes = [finding.fix.split()[-1] for finding in gpu_probes.cuda_wheels(gpu_probes.Driver(series, ()))]
-    assert names <= set(fixes) and len(fixes) == 6
-    assert all(finding.fix == "" for finding in gpu_probes.cuda_wheels(NO_DRIVER))
-
-
-def test_installed_wheels_of_every_spelling(monkeypatch):
-    installed = ["cupy-cuda12x", "nvidia-cuda-nvrtc-cu12", "cuda-core", "nvidia-cublas", "cupyx-other"]
-    dists = [SimpleNamespace(metadata={"Name": name}, version="1.0", files=None) for name in installed]
-    monkeypatch.setattr(gpu_probes, "distributions", lambda: dists)
-    found = {finding.subject: finding.found for finding in gpu_probes.cuda_wheels(NO_DRIVER)}
-    assert found["cupy"] == "cupy-cuda12x 1.0" and found["nvidia-cublas"] == "nvidia-cublas 1.0"
-    assert found["nvidia-cuda-nvrtc"] == "nvidia-cuda-nvrtc-cu12 1.0" and "not installed" in found["cuda-bindings"]
-
-
-def test_nvrtc_of_a_wheel(tmp_path, monkeypatch):
-    source, library = tmp_path / "n.c", tmp_path / "libnvrtc.so.13"
-    source.write_text("int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 2; return 0; }")
-    try:
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, capture_output=True, timeout=60)
-    except FileNotFoundError:
-        pytest.skip("no C compiler")
-
-    class Packaged(type(Path())):
-        def locate(self):
-            return tmp_path / self.name
-
-    older = shutil.copy(library, tmp_path / "libnvrtc.so.12")
-    files = [Packaged(older.name), Packaged(library.name)]
-    dist = SimpleNamespace(metadata={"Name": "nvidia-cuda-nvrtc"}, version="13.2", files=files)
-    monkeypatch.setattr(gpu_probes, "distributions", lambda: [dist])
-    assert gpu_probes.nvrtc(NO_DRIVER).found == f"13.2 ({library})"
