@@ -117,7 +117,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--grammar-trigger": {
         "metavar": "TEXT", "help": "with --grammar: leave the answer free until this text, which begins the grammar",
     },
-    "--choices": {"action": "append", "default": [], "metavar": "TEXT", "help": "allow this answer; may be repeated"},
+    "--choices": {"action": "append", "metavar": "TEXT", "help": "allow this answer; may be repeated"},
     "--ignore-eos": {"action": "store_true", "help": "go on past the model's end tokens"},
     "--draft": {
         "metavar": "DRAFT",

@@ -38,13 +38,17 @@ class Form:
 
 
 def form_of(
-    json_schema: str | None, regex: str | None, grammar: str | None, choices: Sequence[str], trigger: str | None
+    json_schema: str | None,
+    regex: str | None,
+    grammar: str | None,
+    choices: Sequence[str] | None,
+    trigger: str | None,
 ) -> Form | None:
     """Return the form that is given, or None. Raises RequestError for several, and for one that is too long."""
     if trigger is not None and (grammar is None or not isinstance(trigger, str) or not trigger):
         expected = "a text that is not empty, together with grammar"
         raise RequestError("SamplingParams.grammar_trigger", expected=expected, actual=quoted(trigger))
-    chosen = json.dumps(choices, ensure_ascii=False) if choices else None
+    chosen = json.dumps(choices, ensure_ascii=False) if choices is not None else None
     forms = zip(FORM_FIELDS, (json_schema, regex, grammar, chosen), strict=True)
     given = [(name, text) for name, text in forms if text is not None]
     if not given:
@@ -87,10 +91,11 @@ def schema_text(schema: object) -> str:
 
 
 def choice_texts(choices: object) -> tuple[str, ...]:
-    """Return the choices as a tuple. Raises RequestError for anything but texts that are not empty."""
-    if isinstance(choices, (list, tuple)) and all(isinstance(choice, str) and choice for choice in choices):
+    """Return the choices as a tuple. Raises RequestError for anything but texts that are not empty, one or more."""
+    if isinstance(choices, (list, tuple)) and choices and all(isinstance(each, str) and each for each in choices):
         return tuple(choices)
-    raise RequestError("SamplingParams.choices", expected="a list of texts, none empty", actual=quoted(choices))
+    expected = "a list of one text or more, none empty"
+    raise RequestError("SamplingParams.choices", expected=expected, actual=quoted(choices))
 
 
 def _wrong(actual: str) -> RequestError:

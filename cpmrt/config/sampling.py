@@ -63,7 +63,7 @@ class SamplingParams:
     json_schema: Any = None
     regex: str | None = None
     grammar: str | None = None
-    choices: Sequence[str] = ()
+    choices: Sequence[str] | None = None
     grammar_trigger: str | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +81,8 @@ class SamplingParams:
             raise RequestError("SamplingParams.ignore_eos", expected="a bool", actual=quoted(self.ignore_eos))
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
-        object.__setattr__(self, "choices", choice_texts(self.choices))
+        if self.choices is not None:
+            object.__setattr__(self, "choices", choice_texts(self.choices))
         _ = self.form  # which raises what is wrong with it
 
     @property

@@ -216,6 +216,12 @@ def test_a_type_without_a_schema_is_refused_on_one_line(schema):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("choices", [[], (), [""], ["yes", 1], "yes", {"yes"}])
+def test_choices_are_texts_and_there_is_one(choices):
+    with pytest.raises(RequestError, match="choices: expected a list of one text or more, none empty, got"):
+        SamplingParams(choices=choices)
+
+
 def test_a_set_is_taken_in_one_order():
     asked = SamplingParams(stop={"b", "a", "c"}, stop_token_ids={10, 9, 2**30})
     assert (asked.stop, asked.stop_token_ids) == (("a", "b", "c"), (9, 10, 2**30))
