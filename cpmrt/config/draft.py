@@ -11,7 +11,7 @@ from typing import Any
 
 from cpmrt.config.model import ModelConfig
 from cpmrt.config.speculation import SpeculationConfig
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, UnsupportedModelError
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the tensors of a checkpoint, by name."""
@@ -95,10 +95,17 @@ class DraftConfig:
 
     @classmethod
     def of_model(cls, decoder: ModelConfig, target: ModelConfig, wish: SpeculationConfig, source: str) -> DraftConfig:
-        """An independent model with the target's tokenizer. Raises ConfigError."""
+        """An independent model with the target's tokenizer. Raises ConfigError, UnsupportedModelError."""
         if decoder.vocab_size != target.vocab_size:
             raise disagrees(source, "vocab_size", target.vocab_size, decoder.vocab_size)
-        dense = replace(decoder.attention, sparse=None)
+        try:
+            dense = replace(decoder.attention, sparse=None)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{source}: a draft model must have grouped attention of one size in all layers",
+                actual=error.actual,
+                fix="use another draft, such as a Llama or a MiniCPM4 with this vocabulary, or 'lookup'",
+            ) from None
         decoder = replace(decoder, layers=tuple(replace(layer, mixer=dense) for layer in decoder.layers))
         return cls("model", decoder, draft_vocab=decoder.vocab_size, head_bits=wish.head_bits)
 

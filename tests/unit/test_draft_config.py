@@ -22,6 +22,7 @@ from draft_checkpoint import (
     write_folder,
 )
 
+from cpmrt.bench.shapes import shape_config
 from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
 from cpmrt.config.draft import DraftConfig, detect_method
 from cpmrt.config.eagle import read_eagle
@@ -272,6 +273,17 @@ def test_a_model_with_another_vocabulary_is_refused(tmp_path):
         open_draft(folder, settings, weight_specs(folder.config, settings)),
     ):
         pass
+
+
+@pytest.mark.parametrize(("shape", "kinds"), [
+    ("minicpm3-4b", "LatentAttention"), ("minicpm-sala-9b", "GroupedAttention, LightningAttention"),
+])  # fmt: skip
+def test_a_model_of_other_attention_is_refused_as_a_draft(shape, kinds):
+    model = ModelConfig.from_hf(shape_config(shape))
+    wish = SpeculationConfig("model", (TreeShape.chain(3),))
+    message = f"M/config.json: a draft model must have grouped attention .*: got {kinds}.*; use another draft"
+    with pytest.raises(UnsupportedModelError, match=message):
+        DraftConfig.of_model(model, model, wish, "M/config.json")
 
 
 def test_what_the_forward_does_not_do_is_refused():
