@@ -8,6 +8,7 @@ from math import prod
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.layers import ExpertsMlp, GroupedAttention, LatentAttention, LightningAttention, MixerConfig
+from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.models.decoder import cache_layout, tensor_specs
 from cpmrt.models.draft import PREFIX
@@ -92,8 +93,11 @@ def _score_size(mixer: MixerConfig) -> int:
         return mixer.q_size
     if isinstance(mixer, LightningAttention):
         return 0
-    assert isinstance(mixer, LatentAttention)
-    return (mixer.q_size + mixer.value_size) // 2
+    if isinstance(mixer, LatentAttention):
+        return (mixer.q_size + mixer.value_size) // 2
+    kinds = "grouped, latent and lightning attention"
+    fix = "add a formula to cpmrt/bench/work.py"
+    raise UnsupportedModelError("the work of a prompt", expected=kinds, actual=type(mixer).__name__, fix=fix)
 
 
 def _attention_flops(config: ModelConfig, num_tokens: int, start: int) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import toy_mixer
 from scripted import ScriptedExecutor
 from tiny_checkpoint import CONFIG
 
@@ -12,9 +15,10 @@ from cpmrt.bench.measure import Case, measure
 from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.engine import engine as engine_module
-from cpmrt.errors import ContextLengthError
+from cpmrt.errors import ContextLengthError, UnsupportedModelError
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Speculate
 from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.mixers import MIXERS
 
 MODEL = ModelConfig.from_hf(CONFIG | {"vocab_size": 50})
 SUBMIT_S, READ_S, PREFILL_S, DECODE_S = 0.001, 0.0005, 0.25, 0.05
@@ -174,6 +178,14 @@ def test_operations_of_a_prompt():
     assert prefill_flops(model, 10) == expected
     attention_of_head = prefill_flops(model, 6) - 2 * 64 * 259
     assert prefill_flops(model, 4, start=6) == expected - attention_of_head
+
+
+def test_the_operations_of_an_unknown_mixer_are_not_guessed(monkeypatch):
+    monkeypatch.setitem(MIXERS, toy_mixer.Decaying, toy_mixer)
+    model = ModelConfig.from_hf(CONFIG)
+    toys = replace(model, layers=(replace(model.layers[0], mixer=toy_mixer.Decaying(model.hidden_size)),))
+    with pytest.raises(UnsupportedModelError, match=r"work of a prompt: .* got Decaying; add .*bench/work\.py"):
+        prefill_flops(toys, 10)
 
 
 def test_the_reference_executor_is_measured():
