@@ -29,8 +29,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write one JSON object when all is done, and nothing else")
     parser.add_argument("--stats", action="store_true", help="a closing summary with the accept lengths of the draft")
     parser.add_argument(
-        "--log-steps", metavar="FILE", help="write every step of the engine and its result as JSON lines"
-    )
+        "--log-steps", metavar="FILE",
+        help="write every step of the engine and its result as JSON lines; tools/replay_steps.py of a checkout runs "
+        "them on any executor and compares",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
