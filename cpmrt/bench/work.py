@@ -73,9 +73,9 @@ def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
     return sparse.num_selected * PAGE_SIZE - -num_tokens % PAGE_SIZE
 
 
-def prefill_flops(config: ModelConfig, num_tokens: int, start: int = 0) -> int:
-    """Return the floating-point operations of `num_tokens` prompt tokens after `start` cached ones, the head once."""
-    attended = sum(_score_size(layer.mixer) for layer in config.layers) * _attention_flops(config, num_tokens, start)
+def prefill_flops(config: ModelConfig, num_tokens: int) -> int:
+    """Return the floating-point operations of a prompt, the head once."""
+    attended = sum(_score_size(layer.mixer) for layer in config.layers) * _attention_flops(config, num_tokens)
     states = (mixer for layer in config.layers if isinstance(mixer := layer.mixer, LightningAttention))
     attended += num_tokens * sum(4 * mixer.width * mixer.head_dim for mixer in states)
     return 2 * num_tokens * _taken_elements(config) + attended + 2 * config.hidden_size * config.vocab_size
@@ -100,12 +100,12 @@ def _score_size(mixer: MixerConfig) -> int:
     raise UnsupportedModelError("the work of a prompt", expected=kinds, actual=type(mixer).__name__, fix=fix)
 
 
-def _attention_flops(config: ModelConfig, num_tokens: int, start: int) -> int:
+def _attention_flops(config: ModelConfig, num_tokens: int) -> int:
     """Return the operations of one layer's attention for each query element, with those of the scores of blocks."""
     sparse = config.sparse
     if sparse is None:
-        return 4 * (num_tokens * start + num_tokens * (num_tokens + 1) // 2)
-    lengths = range(start + 1, start + num_tokens + 1)
+        return 2 * num_tokens * (num_tokens + 1)
+    lengths = range(1, num_tokens + 1)
     seen = sum(_seen_tokens(config, length) for length in lengths)
     scored = sum(length // 16 + length // 64 for length in lengths if sparse.leaves_out(length))
     return 4 * seen + 2 * scored

@@ -188,8 +188,8 @@ def _text(value: object) -> str:
     return "default" if value is None else json.dumps(value, ensure_ascii=False)
 
 
-def _short(text: str, limit: int = 200) -> str:
-    return printable(text if len(text) <= limit else text[: limit - 3] + "...")
+def _short(text: str) -> str:
+    return printable(text if len(text) <= 200 else text[:197] + "...")
 
 
 def _leave(session: ChatSession, argument: str) -> bool:

@@ -26,7 +26,6 @@ STAGES = (
     ("mlp.down_proj",),
 )
 """Linears that read the same input, in the order in which they run."""
-LINEARS = tuple(name for stage in STAGES for name in stage)
 NORM_OF = {QKV: "input_layernorm.weight", GATE_UP: "post_attention_layernorm.weight"}
 
 
@@ -43,7 +42,7 @@ class DecoderLayer:
         self._future = xp.triu(xp.full((length, length), -np.inf, np.float32), 1)
 
     def weight(self, linear: str) -> Any:
-        """Return the weight [N, K] of a name in `LINEARS`."""
+        """Return the weight [N, K] of a name in `STAGES`."""
         return self.tensors[linear + ".weight"]
 
     def inputs(self, stage: int, x: Any) -> Any:

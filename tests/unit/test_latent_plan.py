@@ -36,10 +36,9 @@ def test_a_step_reads_every_weight_once_and_the_latents() -> None:
 
 
 def test_a_prompt_attends_with_96_elements_and_weighs_64() -> None:
-    count, start = 100, 1000
-    pairs = count * start + count * (count + 1) // 2
-    dense = 2 * count * LAYERS * (ATTENTION + 3 * HIDDEN * INNER) + 2 * HIDDEN * VOCAB
-    assert prefill_flops(config(), count, start) == dense + LAYERS * 40 * 2 * (96 + 64) * pairs
+    pairs = 1100 * 1101 // 2
+    dense = 2 * 1100 * LAYERS * (ATTENTION + 3 * HIDDEN * INNER) + 2 * HIDDEN * VOCAB
+    assert prefill_flops(config(), 1100) == dense + LAYERS * 40 * 2 * (96 + 64) * pairs
 
 
 def test_in_four_bits_what_makes_keys_and_values_stays_in_sixteen() -> None:

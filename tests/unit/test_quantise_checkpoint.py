@@ -16,7 +16,7 @@ from cpmrt.config import ModelConfig
 from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.models.rope import rope_table
 from cpmrt.quantization.calibration import read_texts, token_windows
-from cpmrt.quantization.decoder_layer import DOWN, LINEARS, OUTPUT, DecoderLayer
+from cpmrt.quantization.decoder_layer import DOWN, OUTPUT, STAGES, DecoderLayer
 from cpmrt.quantization.file_writer import SafetensorsWriter, TensorPlan
 from cpmrt.text import Tokenizer
 from cpmrt.weights.safetensors import SafetensorsFile
@@ -129,7 +129,8 @@ def test_the_config_says_how_and_the_rest_goes_along(model, text, tmp_path):
     assert expected.items() <= section.items()
     assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     stored, original = load_file(folder / "model.safetensors"), load_file(model / "model.safetensors")
-    kept = [name for name in original if name.removesuffix(".weight").partition("layers.")[2][2:] not in LINEARS]
+    linears = {name for stage in STAGES for name in stage}
+    kept = [name for name in original if name.removesuffix(".weight").partition("layers.")[2][2:] not in linears]
     assert len(kept) == 2 + 2 * 2
     for name in kept:
         np.testing.assert_array_equal(stored[name], original[name])

@@ -201,5 +201,5 @@ def test_the_yardstick_of_a_sparse_step():
     assert decode_bytes(dense, 8191, 3, 2) == decode_bytes(sparse, 8191, 3, 2)
     assert decode_bytes(sparse, context + 1, 1, 2) - decode_bytes(sparse, context, 1, 2) == -63 * per_token
     assert prefill_flops(dense, 8191) == prefill_flops(sparse, 8191)
-    one = prefill_flops(sparse, 1, context - 1) - prefill_flops(sparse, 1, 0)
-    assert one == 32 * 4096 * (4 * (96 * 64 - 1) + 2 * (context // 16 + context // 64))
+    first, last = (prefill_flops(sparse, length) - prefill_flops(sparse, length - 1) for length in (1, context))
+    assert last - first == 32 * 4096 * (4 * (96 * 64 - 1) + 2 * (context // 16 + context // 64))
