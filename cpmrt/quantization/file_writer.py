@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import numpy as np
-
 from cpmrt.dtypes import Array
+from cpmrt.quantization.planned_file import PlannedFile
 from cpmrt.weights.safetensors import encoded_header
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
@@ -30,39 +29,25 @@ class TensorPlan:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class SafetensorsWriter:
+class SafetensorsWriter(PlannedFile):
     """A new file with room for every tensor of `tensors`; each must be written once before the `with` block ends."""
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorPlan]):
-        self._tensors, self._offsets = dict(tensors), dict[str, int]()
+        self._tensors, places, end = dict(tensors), dict[str, int](), 0
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
         # Wide types first: every tensor is then aligned to its type.
         for name in sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)):
             plan = tensors[name]
             header[name] = {
                 "dtype": plan.dtype, "shape": list(plan.shape), "data_offsets": [end, end + plan.nbytes],
             }  # fmt: skip
-            self._offsets[name] = end
+            places[name] = end
             end += plan.nbytes
-        start = encoded_header(header)
-        self._start = len(start)
-        self._file = path.open("xb")
-        self._file.write(start)
-        self._file.truncate(self._start + end)
+        super().__init__(path, encoded_header(header), places, end)
 
     def write(self, name: str, words: Array) -> None:
         """Fill a tensor with an array of its shape and item size (bfloat16 as its words)."""
         plan = self._tensors[name]
         if words.shape != plan.shape or words.itemsize != ITEM_BYTES[plan.dtype]:
             raise ValueError(f"{name}: planned {plan}, got {words.dtype} {words.shape}")
-        self._file.seek(self._start + self._offsets.pop(name))
-        self._file.write(np.ascontiguousarray(words).reshape(-1).view(np.uint8).data)
-
-    def __enter__(self) -> SafetensorsWriter:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if error is None and self._offsets:
-            raise ValueError(f"tensors that were never written: {sorted(self._offsets)[:5]}")
+        self._fill(name, words)

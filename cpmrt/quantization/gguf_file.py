@@ -12,9 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from cpmrt.dtypes import Array
+from cpmrt.quantization.planned_file import PlannedFile
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
 from cpmrt.weights.gguf.header import ARRAY, BOOL, DEFAULT_ALIGNMENT, FLOAT32, FLOAT_NUMBERS, INT32, STRING, UINT32
 
@@ -51,38 +50,26 @@ class TensorPlan:
         return prod(self.shape[:-1]) * BLOCK_TYPES[self.dtype].row_bytes(self.shape[-1])
 
 
-class GgufWriter:
+class GgufWriter(PlannedFile):
     """A new file with room for every tensor of `tensors`; each must be written once before the `with` block ends."""
 
     def __init__(self, path: Path, keys: Mapping[str, KeyValue], tensors: Mapping[str, TensorPlan]):
-        self._tensors, self._places, end = dict(tensors), dict[str, int](), 0
+        self._tensors, places, end = dict(tensors), dict[str, int](), 0
         head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys))
         head += b"".join(_string(key) + _value(value) for key, value in keys.items())
         for name, plan in tensors.items():
             dims = struct.pack(f"<I{len(plan.shape)}Q", len(plan.shape), *plan.shape[::-1])
             head += _string(name) + dims + struct.pack("<IQ", plan.number, end)
-            self._places[name] = end
+            places[name] = end
             end += _aligned(plan.nbytes)
-        self._start = _aligned(len(head))
-        self._file = path.open("xb")
-        self._file.write(head)
-        self._file.truncate(self._start + end)
+        super().__init__(path, head.ljust(_aligned(len(head)), b"\0"), places, end)
 
     def write(self, name: str, words: Array) -> None:
         """Fill a tensor with its words: of a float type, or the blocks as bytes."""
         plan = self._tensors[name]
         if words.nbytes != plan.nbytes:
             raise ValueError(f"{name}: planned {plan}, got {words.dtype} {words.shape}")
-        self._file.seek(self._start + self._places.pop(name))
-        self._file.write(np.ascontiguousarray(words).reshape(-1).view(np.uint8).data)
-
-    def __enter__(self) -> GgufWriter:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._file.close()
-        if error is None and self._places:
-            raise ValueError(f"tensors that were never written: {sorted(self._places)[:5]}")
+        self._fill(name, words)
 
 
 def _aligned(nbytes: int) -> int:

@@ -9,8 +9,9 @@ from cpmrt.errors import CheckpointError, UnsupportedModelError, listed, quoted
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats import stored_tensors
+from cpmrt.weights.mapped_file import TensorEntry
 from cpmrt.weights.quantised import check_shape_tensor
-from cpmrt.weights.safetensors import FLOATS, TensorEntry
+from cpmrt.weights.safetensors import FLOATS
 
 LEFTOVERS = ("*.rotary_emb.*", "lm_head.weight")
 """Patterns of tensors that may be present and unused.

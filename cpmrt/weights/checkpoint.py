@@ -16,8 +16,9 @@ from cpmrt.weights.gguf.architectures import NOT_WEIGHTS, architecture_of
 from cpmrt.weights.gguf.config import head_dim
 from cpmrt.weights.gguf.file import GgufFile, GgufModel
 from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.weights.mapped_file import TensorEntry
 from cpmrt.weights.model_files import is_there, read_json
-from cpmrt.weights.safetensors import SafetensorsFile, TensorEntry
+from cpmrt.weights.safetensors import SafetensorsFile
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -8,7 +8,6 @@ header is validated at once, so every view lies inside the file and no two views
 from __future__ import annotations
 
 import json
-import mmap
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights.files import DOWNLOAD_AGAIN, LFS_POINTER, lfs_pointer, open_file, parse_object, reading
+from cpmrt.weights.mapped_file import MappedFile, TensorEntry, map_file
 
 FLOATS = {dtype.safetensors_name: dtype for dtype in DType}
 """The types in which weights that are not quantised are stored, by the format's names."""
@@ -51,27 +51,11 @@ def encoded_header(fields: Mapping[str, object]) -> bytes:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes at `offset` of the file `path` (absolute), row-major."""
-
-    name: str
-    dtype: str
-    """The format's name: "BF16", "F32", "I64", ..."""
-    shape: tuple[int, ...]
-    path: Path
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """An open, mapped and validated file. Closes at the end of a `with` block."""
 
-    path: Path
-    entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
-    _map: mmap.mmap
 
     @classmethod
     def open(cls, path: Path) -> SafetensorsFile:
@@ -84,11 +68,8 @@ class SafetensorsFile:
             metadata = _metadata(path, fields.pop("__metadata__", {}))
             entries = {name: _entry(path, name, value, start, size) for name, value in fields.items()}
             _check_layout(path, entries.values(), start, size)
-            try:
-                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path} cannot be mapped: {error}") from error
-        return cls(path, MappingProxyType(entries), MappingProxyType(metadata), mapped)
+            mapped = map_file(file, path, size)
+        return cls(path, MappingProxyType(entries), mapped, MappingProxyType(metadata))
 
     def view(self, name: str) -> Array:
         """Return the tensor as a read-only array over the mapped file: no copy.
@@ -96,32 +77,9 @@ class SafetensorsFile:
         bfloat16 comes as uint16 words, 8-bit floats and booleans as uint8; types of 4 and 6 bits as the flat
         bytes they are packed in. Raises CheckpointError if there is no such tensor or the file is closed.
         """
-        entry = self.entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self.path} has no tensor {quoted(name)}")
-        if self._map.closed:
-            raise CheckpointError(f"{self.path} is closed")
+        entry, raw = self.bytes_of(name)
         bits, storage = _DTYPES[entry.dtype]
-        # frombuffer, unlike ndarray(buffer=...), keeps the map from being closed under a living array.
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=entry.nbytes, offset=entry.offset)
         return raw if bits % 8 else raw.view(storage).reshape(entry.shape)
-
-    def release(self) -> None:
-        """Give the memory of what has been read back to the system; views stay valid and read it again."""
-        self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        """Unmap the file, or leave that to the last array that views it. May be called again."""
-        try:
-            self._map.close()
-        except BufferError:
-            return
-
-    def __enter__(self) -> SafetensorsFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _read_header(file: BinaryIO, path: Path, size: int) -> bytes:

@@ -25,7 +25,8 @@ from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.check import source_entry
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.files import open_file
-from cpmrt.weights.safetensors import FLOATS, TensorEntry
+from cpmrt.weights.mapped_file import TensorEntry
+from cpmrt.weights.safetensors import FLOATS
 
 SLOT_BYTES = 4 << 20
 NUM_SLOTS = 16

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from cpmrt.dtypes import Array
 from cpmrt.errors import quoted
 from cpmrt.tensor_spec import Packing
-from cpmrt.weights.safetensors import FLOATS, TensorEntry
+from cpmrt.weights.mapped_file import TensorEntry
+from cpmrt.weights.safetensors import FLOATS
 
 U8 = NDArray[np.uint8]
 I32 = NDArray[np.int32]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,30 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
-
 from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights.files import DOWNLOAD_AGAIN, LFS_POINTER, lfs_pointer, open_file, reading
 from cpmrt.weights.gguf.header import Value, read_header
-from cpmrt.weights.safetensors import FLOATS, TensorEntry
+from cpmrt.weights.mapped_file import MappedFile, TensorEntry, map_file, unmap
+from cpmrt.weights.safetensors import FLOATS
 
 GGUF_SUFFIX = ".gguf"
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class GgufFile:
+class GgufFile(MappedFile):
     """An open, mapped and validated file. Closes at the end of a `with` block.
 
     A tensor's shape is the outermost dimension first: of a matrix [rows, columns], as everywhere in cpmrt.
     """
 
-    path: Path
     version: int
     metadata: Mapping[str, Value]
-    entries: Mapping[str, TensorEntry]
-    _map: mmap.mmap
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
@@ -48,18 +43,15 @@ class GgufFile:
                     f"{path} is too short", expected="at least 24 bytes", actual=f"{size} bytes",
                     fix=DOWNLOAD_AGAIN,
                 )  # fmt: skip
-            try:
-                mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path} cannot be mapped: {error}") from error
+            mapped = map_file(file, path, size)
         try:
             with memoryview(mapped) as data:
                 header = read_header(data, path)
         except BaseException:
-            _unmap(mapped)
+            unmap(mapped)
             raise
         metadata, entries = MappingProxyType(header.metadata), MappingProxyType(header.entries)
-        return cls(path, header.version, metadata, entries, mapped)
+        return cls(path, entries, mapped, header.version, metadata)
 
     def view(self, name: str) -> Array:
         """Return a tensor as a read-only array over the mapped file, of its shape: no copy.
@@ -67,37 +59,10 @@ class GgufFile:
         bfloat16 comes as uint16 words. Of a block type the last dimension is the bytes of a row, as uint8. Raises
         CheckpointError if there is no such tensor or the file is closed.
         """
-        entry = self.entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"{self.path} has no tensor {quoted(name)}")
-        if self._map.closed:
-            raise CheckpointError(f"{self.path} is closed")
-        # frombuffer, unlike ndarray(buffer=...), keeps the map from being closed under a living array.
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=entry.nbytes, offset=entry.offset)
+        entry, raw = self.bytes_of(name)
         if entry.dtype in FLOATS:
             return raw.view(FLOATS[entry.dtype].storage).reshape(entry.shape)
         return raw.reshape(*entry.shape[:-1], -1)
-
-    def release(self) -> None:
-        """Give the memory of what has been read back to the system; views stay valid and read it again."""
-        self._map.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        """Unmap the file, or leave that to the last array that views it. May be called again."""
-        _unmap(self._map)
-
-    def __enter__(self) -> GgufFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _unmap(mapped: mmap.mmap) -> None:
-    try:
-        mapped.close()
-    except BufferError:
-        return
 
 
 def split_paths(path: Path) -> list[Path]:

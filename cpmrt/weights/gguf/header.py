@@ -22,7 +22,7 @@ from cpmrt.dtypes import Array, DType
 from cpmrt.errors import CheckpointError, UnsupportedModelError, listed, quoted
 from cpmrt.weights.files import DOWNLOAD_AGAIN
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
-from cpmrt.weights.safetensors import TensorEntry
+from cpmrt.weights.mapped_file import TensorEntry
 
 Value = int | float | bool | str | list[str] | Array
 """The value of a key: one number or text, a list of texts, or an array of numbers."""
