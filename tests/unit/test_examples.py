@@ -70,8 +70,8 @@ def test_stream(run):
 @pytest.mark.all
 def test_threads(run):
     out, _ = run("threads")
-    answers = dict(zip(("def add(a, b):", "class Stack:"), re.split(r"^--- ", out, flags=re.M)[1:], strict=False))
-    for prompt, answer in answers.items():
+    prompts = ("def add(a, b):", "class Stack:", "import json\n", "for line in")
+    for prompt, answer in zip(prompts, re.split(r"^--- ", out, flags=re.M)[1:], strict=True):
         assert answer == f"{prompt}{greedy(prompt, 24)}\n"
 
 
