@@ -208,7 +208,7 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 def add_model_source(parser: Options, *, positional: bool = False) -> None:
     """Add --model, if `positional` also MODEL, and --revision."""
-    described = "a folder, .gguf file, Hugging Face id or modelscope:ID, also ID:Q4_K_M (default: the bundled model)"
+    described = "a folder, .gguf file, Hugging Face id or modelscope:ID, also ID:Q4_K_M; demo, the default, is bundled"
     if positional:
         add_model_argument(parser)
     parser.add_argument("-m", "--model", metavar="MODEL", action=_OneModel, help=described)
