@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from cpmrt.cli.option_values import (
     draft_vocab,
     json_object,
     memory_size,
+    number,
     prefix_cache,
     sparse_setting,
     text_of_file,
@@ -37,18 +39,23 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, without the usage before it."""
+    """An argument parser whose errors are one line, in our words and without the usage before it."""
 
     def __init__(self, **settings: Any):
         # Descriptions are docstrings, laid out already.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+        self.register("type", int, number(int, "an integer"))
+        self.register("type", float, number(float, "a number"))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line; an error about an unknown option names the nearest that there is."""
+        """Parse a command line. An error about an unknown option names the nearest that there is; one about words that
+        belong to nothing says how to quote a prompt."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
             meant = "".join(nearest(option, self._option_string_actions) for option in options)
+            if not options and getattr(parsed, "prompt", None) is not None:
+                meant = f"; quote the prompt: {shlex.quote(' '.join([parsed.prompt, *unknown]))}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return parsed
 
