@@ -197,6 +197,12 @@ def _explain(repository: str, revision: str | None, error: Exception) -> Checkpo
         return CheckpointError(
             f"{label}: the hub does not accept the token (401)", fix="set HF_TOKEN to a valid token, or unset it"
         )
+    hub = urlsplit(constants.ENDPOINT)
+    if hub.scheme not in ("http", "https") or not hub.netloc:
+        return CheckpointError(
+            "HF_ENDPOINT", expected="the URL of a hub, such as https://huggingface.co",
+            actual=quoted(constants.ENDPOINT), fix=f"set it to one, or unset it, to fetch {label}",
+        )  # fmt: skip
     if isinstance(error, errors.LocalEntryNotFoundError) or "Connect" in type(error).__name__:
         cause = error.__cause__ or error
         return CheckpointError(

@@ -195,6 +195,16 @@ def test_hub_failures_are_one_line(error: Exception, expected: str, snapshot: di
     assert expected in message and "org/name" in message and ";" in message
 
 
+@pytest.mark.parametrize("endpoint", ["foo", "https:/foo", "ftp://foo"])
+def test_an_endpoint_that_is_no_url_is_named(
+    endpoint: str, snapshot: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    snapshot["error"] = ValueError("Request URL is missing a protocol")
+    with pytest.raises(CheckpointError, match=f"^HF_ENDPOINT: expected the URL of a hub.*, got '{endpoint}'; set it"):
+        resolve("org/name")
+
+
 def test_an_interrupt_passes(snapshot: dict[str, Any]) -> None:
     snapshot["error"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
