@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -67,6 +68,22 @@ def listed_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema lists as its `type`; none if it does not say."""
     listed = schema.get("type")
     return {each for each in (listed if isinstance(listed, list) else [listed]) if isinstance(each, str)}
+
+
+def within_floats(number: float) -> float:
+    """Return the nearest number that JSON's readers can hold: a model may write one that is beyond all floats."""
+    return max(-sys.float_info.max, min(sys.float_info.max, number))
+
+
+def _first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        values.setdefault(name, value)
+    return values
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_first_of_each, parse_float=lambda text: within_floats(float(text)))
+"""Reads the JSON of models. Of a name that comes again the first value counts: a stream has sent it by then."""
 
 
 def as_json(value: object) -> str:

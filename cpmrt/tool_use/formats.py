@@ -10,12 +10,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cpmrt.tool_use.calls import Call, Schemas, as_json, properties_of
+from cpmrt.tool_use.calls import DECODER, Call, Schemas, as_json, properties_of, within_floats
 from cpmrt.tool_use.xml_calls import read_xml_call
 
 MAX_CALL_CHARACTERS = 2**20
@@ -88,7 +87,7 @@ class EndFinder:
 def read_json_call(text: str, schemas: Schemas) -> list[Call]:
     """Read Hermes's format: one JSON object, or an array of them."""
     try:
-        value = json.loads(text)
+        value = DECODER.decode(text)
         return [_json_call(entry) for entry in (value if isinstance(value, list) else [value])]
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -98,7 +97,7 @@ def _json_call(value: object) -> Call:
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = DECODER.decode(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("no tool call")
     return Call(name, as_json(arguments))
@@ -129,7 +128,7 @@ def _python_call(statement: ast.stmt, schemas: Schemas) -> Call:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("unpacked arguments")
-        arguments[keyword.arg] = _literal(keyword.value)
+        arguments.setdefault(keyword.arg, _literal(keyword.value))
     return Call(name, as_json(arguments))
 
 
@@ -143,11 +142,21 @@ def _dotted(node: ast.expr) -> str:
     return ".".join([node.id, *reversed(parts)])
 
 
-class _JsonNames(ast.NodeTransformer):
-    """Takes the names of JSON's constants for their values."""
+class _AsJson(ast.NodeTransformer):
+    """Takes literals as `DECODER` takes JSON, and the names of JSON's constants for their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant(within_floats(node.value)) if isinstance(node.value, float) else node
+
+    def visit_Dict(self, node: ast.Dict) -> ast.expr:
+        first = dict[str, tuple[ast.expr | None, ast.expr]]()
+        for key, value in zip(node.keys, node.values, strict=True):
+            first.setdefault(ast.dump(key) if key else "", (key, value))
+        keys, values = [key for key, _ in first.values()], [value for _, value in first.values()]
+        return self.generic_visit(ast.Dict(keys, values))  # type: ignore[return-value]
 
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -155,7 +164,7 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 
 def _literal(node: ast.expr) -> Any:
     try:
-        return ast.literal_eval(_JsonNames().visit(node))
+        return ast.literal_eval(_AsJson().visit(node))
     except (RecursionError, MemoryError, TypeError, SyntaxError):
         raise ValueError("no literal") from None
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from cpmrt.tool_use.calls import Call, Schemas, as_json, properties_of
+from cpmrt.tool_use.calls import DECODER, Call, Schemas, as_json, properties_of
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
 from cpmrt.tool_use.xml_calls import FUNCTION, PARAM, read_param, typed_value
 
@@ -27,7 +27,6 @@ _WHOLE = re.compile(
 """The beginning of a text in JSON, without an escape sequence, or a pair of them, that is not whole."""
 _BEHIND = frozenset(" \n,)}")
 """What may come behind a value; behind a number anything else may be more of it."""
-_DECODER = json.JSONDecoder()
 MAX_GROWING = 2**15
 """The most characters of a block that is read again and again while it grows: longer ones would take long."""
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
@@ -92,32 +91,37 @@ def _begun_cdata(text: str) -> str | None:
 
 def _members(text: str, at: int, key: re.Pattern[str], end: str) -> tuple[str, int | None]:
     """Return the JSON of the arguments that begin here, and the place behind them if they are whole."""
-    members = list[str]()
+    members = dict[str, str]()
     while True:
         if text.startswith(end, at):
-            return "{" + ", ".join(members) + "}", at + len(end)
+            return _begun_object(members) + "}", at + len(end)
         between = _BETWEEN.match(text, at) if members else None
         name = key.match(text, between.end() if between else at)
         value = _value(text, name.end()) if name else None
         if name is None or value is None or (members and between is None):
-            return "{" + ", ".join(members), None
-        members.append(f"{as_json(_unquoted(name[1]))}: {value.text}")
+            return _begun_object(members), None
+        members.setdefault(as_json(_unquoted(name[1])), value.text)
         if value.end is None:
-            return "{" + ", ".join(members), None
+            return _begun_object(members), None
         at = value.end
+
+
+def _begun_object(members: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f"{name}: {value}" for name, value in members.items())
 
 
 def _value(text: str, at: int) -> _Value | None:
     """Return a value of JSON, None where nothing of it is certain."""
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = DECODER.raw_decode(text, at)
+        written = as_json(value)
     except (ValueError, RecursionError):
         if not text.startswith('"', at):
             return None
         begun = _WHOLE.match(text, at + 1)
         return _Value(as_json(_unquoted(begun[0] if begun else ""))[:-1], None)
     may_go_on = isinstance(value, (int, float)) and not isinstance(value, bool) and text[end : end + 1] not in _BEHIND
-    return None if may_go_on else _Value(as_json(value), end)
+    return None if may_go_on else _Value(written, end)
 
 
 def _unquoted(text: str) -> str:

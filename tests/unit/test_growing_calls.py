@@ -185,6 +185,40 @@ def test_a_block_that_is_too_long_grows_no_more():
     assert chat.push("x" * 99) == chat.push("x") == []
 
 
+ODD_ARGUMENTS = {
+    '{"x": "abc", "x": "d"}': '{"x": "abc"}',
+    '{"x": "a", "count": 1, "x": "longer"}': '{"x": "a", "count": 1}',
+    '{"x": {"y": 1, "y": 2}}': '{"x": {"y": 1}}',
+    '{"count": 1e999, "x": [-1e999]}': '{"count": 1.7976931348623157e+308, "x": [-1.7976931348623157e+308]}',
+}
+"""JSON that a grammar may allow, and what is made of it."""
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(("odd", "arguments"), ODD_ARGUMENTS.items())
+def test_names_that_come_again_and_numbers_beyond_floats_are_the_same_in_a_stream_and_whole(odd, arguments, place):
+    text = f'<tool_call>\n{{"name": "write", "arguments": {odd}}}\n</tool_call>'
+    at = text.index("}", text.index(odd)) - place
+    for grows in (True, False):
+        chat = ChatText(None, SCHEMAS, bound=HERMES, calls_only=True, grows=grows)
+        deltas = chat.push(text[:at]) + chat.push(text[at:]) + chat.flush()
+        assert joined(deltas)[:3] == (["write"], [arguments], "")
+        assert joined(deltas_of(text, place, bound=HERMES, grows=grows))[:3] == (["write"], [arguments], "")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+def test_a_number_beyond_floats_in_python_is_the_largest_float(number):
+    text = f"{PYTHON.start}\n```python\nwrite(count={number})\n```\n{PYTHON.end}"
+    expected = f'{{"count": {number.removesuffix("1e999")}1.7976931348623157e+308}}'
+    for grows in (True, False):
+        assert joined(deltas_of(text, 3, bound=PYTHON, grows=grows))[:3] == (["write"], [expected], "")
+
+
+def test_what_json_lacks_is_no_certain_value():
+    begun = '{"name": "write", "arguments": {"x": 1, "count": Infinity}'
+    assert growing_calls(HERMES, begun, SCHEMAS) == [("write", '{"x": 1')]
+
+
 def test_a_parameter_of_any_value_grows_too():
     """A schema may be `true`, or wrong in any way where the model need not call."""
     begun = 'write"><param name="text"><![CDATA[so'
