@@ -166,7 +166,8 @@ class Endpoints:
             # Pages of other origins can send anything else without asking first.
             raise ApiError(400, "send JSON with the header Content-Type: application/json", code="invalid_content_type")
         limit = self._service.settings.body_limit(self._service.engine.llm.max_context)
-        return await read_body(request.receive, request.headers.get("content-length"), limit)
+        length = request.headers.get("content-length")
+        return await read_body(request.receive, length, limit, self._service.over)
 
     def _model_card(self, name: str) -> dict[str, Any]:
         service = self._service

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
-from cpmrt.server.errors import ApiError, invalid
+from cpmrt.server.errors import ApiError, invalid, unavailable
 
 MAX_DEPTH = 64
 LONG_BYTES = 64 * 1024
@@ -30,15 +30,24 @@ async def client_left(receive: Receive) -> None:
         pass
 
 
-async def read_body(receive: Receive, content_length: str | None, max_bytes: int) -> bytes:
-    """Read the whole body. Raises ApiError 413 or 408, ClientGoneError."""
+async def read_body(
+    receive: Receive, content_length: str | None, max_bytes: int, over: asyncio.Future[None] | None = None
+) -> bytes:
+    """Read the whole body. Raises ApiError 413 or 408, 503 as soon as `over` is done, ClientGoneError."""
     if content_length is not None and content_length.isdecimal() and int(content_length[:20]) > max_bytes:
         raise _too_large(max_bytes)
+    reading = asyncio.ensure_future(_read(receive, max_bytes))
     try:
-        return await asyncio.wait_for(_read(receive, max_bytes), BODY_TIMEOUT_S)
-    except asyncio.TimeoutError:
-        message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
-        raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
+        waited = (reading,) if over is None else (reading, over)
+        await asyncio.wait(waited, timeout=BODY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            return reading.result()
+    finally:
+        reading.cancel()
+    if over is not None and over.done():
+        raise unavailable("the server is shutting down")
+    message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+    raise ApiError(408, message, code="timeout", headers={"Connection": "close"})
 
 
 async def _read(receive: Receive, max_bytes: int) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from cpmrt.server.errors import overloaded
+from cpmrt.server.errors import overloaded, unavailable
 from cpmrt.server.json_body import ClientGoneError, Receive, client_left
 
 _THREADS = 4
@@ -23,29 +23,34 @@ class PromptWork(Protocol):
 
 
 class PromptWorkers:
-    """Runs such work; that of `max_open` requests may run or wait."""
+    """Runs such work; that of `max_open` requests may run or wait. All ends when `over` is done."""
 
-    def __init__(self, max_open: int):
+    def __init__(self, max_open: int, over: asyncio.Future[None]):
         self._threads = ThreadPoolExecutor(_THREADS, "cpmrt-read")
         self._max_open, self._num_open = max(1, max_open), 0
+        self._over = over
 
     async def run(self, work: PromptWork, receive: Receive) -> None:
-        """Run it to its end. Raises what it raises, ApiError 429, and ClientGoneError where nobody waits any more."""
+        """Run it to its end. Raises what it raises, ApiError 429 or 503, ClientGoneError where nobody waits any more."""
         if self._num_open >= self._max_open:
             raise overloaded(self._num_open)
         self._num_open += 1
         running = asyncio.get_running_loop().run_in_executor(self._threads, work.run)
+        running.add_done_callback(self._note_end)
         leaving = asyncio.ensure_future(client_left(receive))
         try:
-            await asyncio.wait((running, leaving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((running, leaving, self._over), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                raise ClientGoneError
+                raise ClientGoneError if leaving.done() else unavailable("the server is shutting down")
             running.result()
         finally:
             leaving.cancel()
             work.cancel()
-            await asyncio.wait((running,))
-            self._num_open -= 1
+
+    def _note_end(self, running: asyncio.Future[None]) -> None:
+        self._num_open -= 1
+        if not running.cancelled():
+            running.exception()  # nobody else looks at it where the client is answered before
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import ceil
 from types import FrameType
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ class Running:
             self._announce(service.engine.llm)
             await service.engine.failed.wait()
         server.begin_exit()
-        service.engine.cancel_all()
+        service.end_all()
 
     def _announce(self, llm: LLM) -> None:
         # The model is here to stay: without it a full collection does not hold up requests for a tenth of a second.
@@ -163,7 +164,7 @@ class Running:
             timeout_keep_alive=_KEEP_ALIVE_S,
             ssl_certfile=self._settings.ssl_certfile,
             ssl_keyfile=self._settings.ssl_keyfile,
-            timeout_graceful_shutdown=round(self._settings.grace) + _LAST_WORDS_S,
+            timeout_graceful_shutdown=ceil(self._settings.grace) + _LAST_WORDS_S,
         )
 
 
@@ -191,7 +192,7 @@ class _Server(uvicorn.Server):
     def begin_exit(self) -> None:
         """Take no more requests, and let those there go on for `grace` seconds."""
         if not self.should_exit:
-            asyncio.get_running_loop().call_later(self._service.settings.grace, self._service.engine.cancel_all)
+            asyncio.get_running_loop().call_later(self._service.settings.grace, self._service.end_all)
         notify("STOPPING=1", "STATUS=waiting for the requests that run")
         self._service.engine.drain()
         self.should_exit = True
@@ -216,5 +217,6 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
+            self._service.end_all()
         self.signal_number = sig
         self.begin_exit()

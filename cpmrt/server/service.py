@@ -120,7 +120,9 @@ class Service:
             on_ended=self.metrics.add_ended,
         )
         self.started = int(time.time())
-        self.prompt_workers = PromptWorkers(settings.max_queue)
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when no request may go on."""
+        self.prompt_workers = PromptWorkers(settings.max_queue, self.over)
         self._workers = ThreadPoolExecutor(2, "cpmrt-prepare")
         # One: each thread that computes in Python makes the event loop wait longer for its turn.
         self._long_workers = ThreadPoolExecutor(1, "cpmrt-prepare-long")
@@ -205,6 +207,12 @@ class Service:
             answer.add((choice, Ended("length")))
         prepared = self._prepared(self._head("cmpl", "text_completion"), requests, wanted, answer)
         return replace(prepared, scored=scored, generates=completion.generates)
+
+    def end_all(self) -> None:
+        """End every request that still runs or whose body is still coming."""
+        if not self.over.done():
+            self.over.set_result(None)
+        self.engine.cancel_all()
 
     def close(self) -> None:
         for workers in (self._workers, self._long_workers):

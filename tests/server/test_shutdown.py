@@ -1,0 +1,113 @@
+"""How a server ends: it drains, then its time of grace is over for whatever still runs or waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from serving import saying_llm, serving
+
+CHAT = "/v1/chat/completions"
+
+
+def body(**fields):
+    return {"messages": [{"role": "user", "content": "hi"}]} | fields
+
+
+def endless(folder, delay_s):
+    """A model that goes on for 3,000 tokens, one a step."""
+    return saying_llm(folder, lambda prompt: "0123456789" * 300, delay_s=delay_s)
+
+
+def until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def sent(url, path, content, length=None):
+    """A connection that has sent a request, or the beginning of one of this length, and read nothing."""
+    parts = urlsplit(url)
+    connection = socket.create_connection((parts.hostname, parts.port), timeout=20)
+    data = json.dumps(content).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    connection.sendall(f"{head}content-length: {length or len(data)}\r\n\r\n".encode() + data)
+    return connection
+
+
+def received(connection):
+    """All that comes until the server closes the connection."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_draining_lets_streams_finish_and_takes_no_more(tmp_path):
+    with serving(lambda: endless(tmp_path, delay_s=0.0003), grace=10) as server:
+        with server.client.stream("POST", CHAT, json=body(stream=True, max_tokens=900)) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.running.stop()
+            until(lambda: server.engine.state == "draining")
+            with pytest.raises(httpx.TransportError):
+                until(lambda: httpx.get(server.url + "/health").status_code == 0)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        assert sum('"content"' in line for line in rest) >= 890
+
+
+def test_the_time_of_grace_ends(tmp_path):
+    with serving(lambda: endless(tmp_path, delay_s=0.01), grace=0.2) as server:
+        stream = sent(server.url, CHAT, body(stream=True))
+        until(lambda: server.engine.open_jobs)
+        begun = time.monotonic()
+        server.running.stop()
+        assert b"shutting down" in received(stream) and time.monotonic() - begun < 10
+
+
+@contextmanager
+def process(*arguments):
+    """The bundled model behind a server in a process of its own, with its address; its log comes at the end."""
+    command = [sys.executable, "-m", "cpmrt", "serve", "--executor", "reference", "--port", "0", *arguments]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    try:
+        line = next(line for line in running.stderr if " ready: " in line)
+        yield running, line.split(" at ")[-1].strip()
+    finally:
+        running.kill()
+        running.communicate()
+
+
+WORK = {
+    "half a body": (CHAT, body(), 10_000),
+    "embeddings": ("/v1/embeddings", {"input": ["hello world " * 300] * 200}, None),
+    "scores": ("/v1/completions", {"prompt": ["hello world " * 600] * 60, "echo": True, "logprobs": 1,
+                                   "max_tokens": 0}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_the_time_of_grace_ends_for_all_work(what):
+    """One signal begins the time; a second SIGINT ends it."""
+    path, content, length = WORK[what]
+    for grace, numbers in (("0.5", [signal.SIGTERM]), ("60", [signal.SIGINT, signal.SIGINT])):
+        with process("--grace", grace) as (running, url):
+            connection = sent(url, path, content, length)
+            time.sleep(0.5)
+            begun = time.monotonic()
+            for number in numbers:
+                running.send_signal(number)
+                time.sleep(0.2)
+            answer = received(connection)
+            assert running.wait(10) == (0 if grace == "0.5" else 130) and time.monotonic() - begun < 4
+            assert answer.startswith(b"HTTP/1.1 503") and b'"code":"unavailable"' in answer, answer[:300]
+            assert "Traceback" not in running.stderr.read()
