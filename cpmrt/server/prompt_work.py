@@ -31,7 +31,7 @@ class PromptWorkers:
         self._over = over
 
     async def run(self, work: PromptWork, receive: Receive) -> None:
-        """Run it to its end. Raises what it raises, ApiError 429 or 503, ClientGoneError where nobody waits any more."""
+        """Run it to its end. Raises what it raises, ApiError 429 and 503, ClientGoneError where nobody waits."""
         if self._num_open >= self._max_open:
             raise overloaded(self._num_open)
         self._num_open += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cpmrt.server.answers import compact_json, event, to_bytes
-from cpmrt.server.errors import ApiError
+from cpmrt.server.errors import ApiError, as_api_error
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import ClientGoneError
 from cpmrt.server.messages_answer import messages_error, messages_error_event
 from cpmrt.server.service import Prepared
 from cpmrt.server.telemetry import RequestRecord, record_of
 
+_log = logging.getLogger("cpmrt.server")
 _FIRST_WAIT_S = 1.0
 """How long to wait for the first token before the status is sent: until then an error can have its own status."""
 _MESSAGES = "/v1/messages"
@@ -140,6 +142,11 @@ class EventStream(Response):
         except ClientGoneError:
             record.status = CLIENT_GONE
             return ""
+        except Exception as error:
+            _log.exception("an answer cannot be written")
+            refusal = as_api_error(error)
+            record.status = refusal.status
+            return self._format.failed(refusal)
 
     async def _first_events(self) -> str:
         items = await self._exchange.items() if self._exchange.has_items else []

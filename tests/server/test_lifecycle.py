@@ -22,6 +22,7 @@ from cpmrt import LLM
 from cpmrt.errors import RequestError
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill
 from cpmrt.server import exchange, http_protocol
+from cpmrt.server.chat_text import ChatText
 
 CHAT = "/v1/chat/completions"
 
@@ -268,6 +269,22 @@ def test_a_step_that_fails_in_the_middle_of_a_stream_ends_it_with_an_error(tmp_p
         assert json.loads(lines[-1][6:])["error"]["code"] == "internal_error" and "[DONE]" not in lines[-1]
 
 
+def test_an_answer_that_cannot_be_written_ends_its_stream_with_an_error(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "cpmrt.server")
+    def fail(self, piece, num_tokens=0):
+        if piece == "5":
+            raise ValueError("a bug")
+        return [{"content": piece}]
+
+    with serving(lambda: endless(tmp_path, delay_s=0.01)) as server:
+        monkeypatch.setattr(ChatText, "push", fail)
+        with server.client.stream("POST", CHAT, json=body(stream=True)) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert json.loads(lines[-1][6:])["error"]["code"] == "internal_error" and "a bug" not in lines[-1]
+        server.wait_idle()
+    assert "a bug" in caplog.text and " 500 POST " in caplog.text
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_what_only_the_device_refuses_is_a_400_too(tmp_path, is_stream):
     def refuse(step):
@@ -278,34 +295,6 @@ def test_what_only_the_device_refuses_is_a_400_too(tmp_path, is_stream):
         answer = server.chat(stream=is_stream)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "stop_token_ids"
         server.wait_idle()
-
-
-def test_draining_lets_streams_finish_and_takes_no_more(tmp_path):
-    with serving(lambda: endless(tmp_path, delay_s=0.0003), grace=10) as server:
-        with server.client.stream("POST", CHAT, json=body(stream=True, max_tokens=900)) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            server.running.stop()
-            until(lambda: server.engine.state == "draining")
-            with pytest.raises(httpx.TransportError):
-                until(lambda: httpx.get(server.url + "/health").status_code == 0)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-        assert sum('"content"' in line for line in rest) >= 890
-
-
-def test_the_time_of_grace_ends(tmp_path):
-    with serving(lambda: endless(tmp_path, delay_s=0.01), grace=0.2) as server:
-        stream = stalled_stream(server)
-        until(lambda: server.engine.open_jobs)
-        begun = time.monotonic()
-        server.running.stop()
-        stream.settimeout(10)
-        received = b""
-        while part := stream.recv(65536):
-            received += part
-        assert b"shutting down" in received and time.monotonic() - begun < 10
-        stream.close()
 
 
 def start_process(*arguments, **environment):
