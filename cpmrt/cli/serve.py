@@ -96,11 +96,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    from cpmrt.server.access import check_certificate
+    from cpmrt.server.access import tls_context
     from cpmrt.server.service import ServerSettings
 
     if args.ssl_certfile:
-        check_certificate(args.ssl_certfile, args.ssl_keyfile)
+        tls_context(args.ssl_certfile, args.ssl_keyfile)
     elif args.ssl_keyfile:
         raise ConfigError("--ssl-keyfile needs --ssl-certfile, the certificate of that key")
     model_name, *aliases = args.served_model_name or [_name_of(args.model)]

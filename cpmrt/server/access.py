@@ -71,10 +71,11 @@ def check_key(key: str, source: str) -> None:
         )  # fmt: skip
 
 
-def check_certificate(certificate: Path, key: Path | None) -> None:
-    """Raise ConfigError unless these PEM files can serve TLS: a certificate with its chain, and its private key.
+def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
+    """Return what serves TLS with these PEM files: a certificate with its chain, and its private key.
 
     `key` None: the certificate's file has both. Keys with a pass phrase are refused, as nobody is there to type it.
+    Raises ConfigError.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -85,3 +86,4 @@ def check_certificate(certificate: Path, key: Path | None) -> None:
             f"{files} cannot be used for TLS: {error}",
             fix="give the PEM file of the certificate with its chain, and that of its key without a pass phrase",
         ) from error
+    return context

@@ -25,11 +25,13 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection with these limits, one of `all_connections`."""
+    """One connection with these limits, one of `all_connections`. `connected` is called when it is made."""
 
-    def __init__(self, *args: Any, all_connections: Connections, **kwargs: Any):
+    def __init__(
+        self, *args: Any, all_connections: Connections, connected: Callable[[], None] = lambda: None, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
-        self._all_connections = all_connections
+        self._all_connections, self._connected = all_connections, connected
         self._head_bytes, self._is_in_head = 0, True
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._running: list[Any] = []
@@ -39,6 +41,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         _keep_alive(transport)
         self._start("head", HEAD_TIMEOUT_S, self._head_is_late)
+        self._connected()
         self._all_connections.open(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -51,11 +54,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def leave(self) -> None:
-        self.transport.close()
+        self._leave_at_once()
 
     def refuse(self) -> None:
         self.transport.write(_BUSY)
-        self.transport.close()
+        self._leave_at_once()
 
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
@@ -104,6 +107,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _stop(self, timer: str) -> None:
         if timer in self._timers:
             self._timers.pop(timer).cancel()
+
+    def _leave_at_once(self) -> None:
+        """Close as soon as everything is sent: TLS would wait for an answer of the client first."""
+        if self.transport.get_write_buffer_size():
+            self.transport.close()
+        else:
+            self.transport.abort()
 
     def _head_is_late(self) -> None:
         self._stop("head")

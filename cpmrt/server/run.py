@@ -20,12 +20,14 @@ import uvicorn
 
 from cpmrt import LLM
 from cpmrt.errors import ConfigError
+from cpmrt.server.access import tls_context
 from cpmrt.server.app import make_app
 from cpmrt.server.connections import BACKLOG, Connections, connection_limit, raise_file_limit
 from cpmrt.server.http_protocol import LimitedHttpProtocol
 from cpmrt.server.log import LoopErrors
 from cpmrt.server.service import ServerSettings, Service
 from cpmrt.server.systemd import notify
+from cpmrt.server.tls import TlsProtocol
 
 _log = logging.getLogger("cpmrt.server")
 _KEEP_ALIVE_S = 30
@@ -149,10 +151,9 @@ class Running:
         notify("READY=1", f"STATUS=serving {self._settings.model_name} at {self._address}")
 
     def _config(self, service: Service) -> uvicorn.Config:
-        connections = Connections(connection_limit())
         return uvicorn.Config(
             make_app(service),
-            http=partial(LimitedHttpProtocol, all_connections=connections),  # type: ignore[arg-type]
+            http=self._protocol(Connections(connection_limit())),  # type: ignore[arg-type]
             backlog=BACKLOG,
             ws="none",
             lifespan="off",
@@ -162,10 +163,15 @@ class Running:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            ssl_certfile=self._settings.ssl_certfile,
-            ssl_keyfile=self._settings.ssl_keyfile,
             timeout_graceful_shutdown=ceil(self._settings.grace) + _LAST_WORDS_S,
         )
+
+    def _protocol(self, connections: Connections) -> Callable[..., asyncio.BaseProtocol]:
+        """Return what makes the protocol of a new connection."""
+        http, settings = partial(LimitedHttpProtocol, all_connections=connections), self._settings
+        if settings.ssl_certfile is None:
+            return http
+        return partial(TlsProtocol, http, tls_context(settings.ssl_certfile, settings.ssl_keyfile), connections)
 
 
 class _Server(uvicorn.Server):

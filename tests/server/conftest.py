@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
 import pytest
 
 pytest.importorskip("starlette")
@@ -30,3 +33,16 @@ def says(tmp_path_factory):
     folder = tmp_path_factory.mktemp("says")
     with serving(lambda: saying_llm(folder, reply), model_name="says") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """PEM files of a certificate for 127.0.0.1 and of its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl program")
+    folder = tmp_path_factory.mktemp("tls")
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
+    subprocess.run([*command, *files], check=True, capture_output=True, timeout=60)
+    return folder / "cert.pem", folder / "key.pem"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import ssl
-import subprocess
 
 import httpx
 import pytest
@@ -14,7 +12,7 @@ from cpmrt.cli.arguments import Parser
 from cpmrt.cli.main import main
 from cpmrt.cli.serve import configure
 from cpmrt.errors import ConfigError
-from cpmrt.server.access import ApiKeys, check_certificate, read_keys
+from cpmrt.server.access import ApiKeys, read_keys, tls_context
 
 ORIGIN = "https://app.example"
 
@@ -27,19 +25,6 @@ def guarded(tmp_path_factory):
     with serving(lambda: saying_llm(folder, lambda prompt: "ok"), **settings) as server:
         server.client.headers["x-api-key"] = "first"
         yield server
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """PEM files of a certificate for 127.0.0.1 and of its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs the openssl program")
-    folder = tmp_path_factory.mktemp("tls")
-    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "key.pem", "-out", folder / "cert.pem"]
-    subprocess.run([*command, *files], check=True, capture_output=True, timeout=60)
-    return folder / "cert.pem", folder / "key.pem"
 
 
 @pytest.mark.parametrize(("headers", "status"), [
@@ -184,7 +169,7 @@ def test_other_origins_may_not(guarded, says):
 
 def test_https(tmp_path, certificate):
     cert, key = certificate
-    check_certificate(cert, key)
+    tls_context(cert, key)
     trust = ssl.create_default_context(cafile=str(cert))
     with serving(lambda: saying_llm(tmp_path, lambda prompt: "secret"), ssl_certfile=cert, ssl_keyfile=key) as server:
         assert server.url.startswith("https://127.0.0.1:")
