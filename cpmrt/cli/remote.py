@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
+from cpmrt.cli.context_room import PromptEstimate, room_for_prompt
 from cpmrt.cli.conversation import Conversation, Message, Part
 from cpmrt.config import SamplingParams
 from cpmrt.engine import GenerationStats
@@ -66,6 +67,9 @@ class RemoteModel:
         self._allow_special_tokens = allow_special_tokens
         self._model: str | None = None
         self._context: object = None
+        self._estimate = PromptEstimate()
+        self._last: tuple[list[Message], RemoteAnswer] | None = None
+        """The messages that were asked last, and their answer."""
 
     def check(self, conversation: Conversation) -> None:
         """Raise CpmrtError unless the server answers and has a model."""
@@ -84,14 +88,30 @@ class RemoteModel:
 
     def open(self, conversation: Conversation, question: str) -> tuple[RemoteAnswer, int]:
         """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
-        skip = 0
+        skip = self._num_too_many(conversation, question)
         while True:
             try:
-                return self._ask(conversation.asked(question, skip=skip)), skip
+                messages = conversation.asked(question, skip=skip)
+                answer = self._ask(messages)
+                self._last = (messages, answer)
+                return answer, skip
             except ServerError as error:
                 if error.code != "context_length_exceeded" or skip == conversation.num_turns:
                     raise
                 skip += 1
+
+    def _num_too_many(self, conversation: Conversation, question: str) -> int:
+        """Return how many of the oldest turns seem to leave too little room for an answer."""
+        if self._last is not None:
+            messages, answer = self._last
+            prompt_tokens = answer.completion.stats.prompt_tokens
+            if prompt_tokens:  # else it was stopped before the server has counted them
+                self._estimate.learn(messages, prompt_tokens)
+        if not isinstance(self._context, int):
+            return 0
+        room, most = room_for_prompt(self._context, self.params.max_new_tokens), conversation.num_turns
+        skips = (n for n in range(most) if self._estimate.tokens(conversation.asked(question, skip=n)) <= room)
+        return next(skips, most)
 
     def _ask(self, messages: list[Message]) -> RemoteAnswer:
         fields = {**_body_fields(self.params, self.enable_thinking), "model": self._model, "messages": messages}

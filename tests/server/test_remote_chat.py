@@ -18,6 +18,7 @@ from serving import saying_llm, serving
 from cpmrt.cli.arguments import Parser, add_sampling_options, sampling_params
 from cpmrt.cli.main import main
 from cpmrt.cli.remote import RemoteModel
+from cpmrt.executor import ExecutorLimits
 from cpmrt.server.schema import read_chat
 
 
@@ -141,6 +142,17 @@ def test_old_turns_are_dropped_when_the_context_is_full(chat, demo, capsys):
     lines = "".join(f"{number} " + "word " * 200 + "\n" for number in range(2))
     assert chat(demo.url, lines, "--max-new-tokens", "4") == 0
     assert "its oldest turns (" in capsys.readouterr().err
+
+
+def test_old_turns_make_room_for_whole_answers(chat, tmp_path, capsys):
+    limits = ExecutorLimits(max_sequences=1, max_context=400, prefill_chunk=64)
+    with serving(lambda: saying_llm(tmp_path, lambda prompt: "0123456789" * 6, limits=limits)) as server:
+        assert chat(server.url, "".join(f"question {number}\n" for number in range(12))) == 0
+        first = capsys.readouterr()
+        assert chat(server.url, "".join(f"question {number}\n" for number in range(12)), "--max-new-tokens", "61") == 0
+    for out, err in (first, capsys.readouterr()):
+        assert out == ("0123456789" * 6 + "\n") * 12
+        assert "the context is full" not in err and "its oldest turns (" in err
 
 
 @pytest.mark.parametrize(("url", "message"), [
