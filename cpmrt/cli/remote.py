@@ -14,7 +14,7 @@ from cpmrt.cli.context_room import PromptEstimate, room_for_prompt
 from cpmrt.cli.conversation import Conversation, Message, Part
 from cpmrt.config import SamplingParams
 from cpmrt.engine import GenerationStats
-from cpmrt.errors import CpmrtError, RequestError, quoted
+from cpmrt.errors import RequestError, quoted
 from cpmrt.generation import Completion
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -29,10 +29,10 @@ _OUTPUTS = {"regex": "regex", "grammar": "grammar", "choices": "choice"}
 
 
 class ServerError(RequestError):
-    """The server refused a request, or broke off. `code` is the API's."""
+    """The server cannot be reached, refused a request, or broke off. `code` is the API's."""
 
-    def __init__(self, what: str, code: str | None = None):
-        super().__init__(what)
+    def __init__(self, what: str, code: str | None = None, *, fix: str | None = None):
+        super().__init__(what, fix=fix)
         self.code = code
 
 
@@ -72,10 +72,12 @@ class RemoteModel:
         """The messages that were asked last, and their answer."""
 
     def check(self, conversation: Conversation) -> None:
-        """Raise CpmrtError unless the server answers and has a model."""
+        """Raise ServerError unless the server answers and has a model."""
         with self._send("GET", "/models") as response:
-            models = _parsed(response.read()).get("data") or [{}]
-        self._model, self._context = models[0].get("id"), models[0].get("max_model_len")
+            model = _first(_parsed(_content(response, self._where)).get("data"))
+        self._model, self._context = model.get("id"), model.get("max_model_len")
+        if not isinstance(self._model, str):
+            raise ServerError(f"{self._where} names no model at {self._path}/models", fix="check --url")
 
     def describe(self) -> list[str]:
         """Return name, server and context."""
@@ -131,13 +133,13 @@ class RemoteModel:
             response = connection.getresponse()
         except (OSError, HTTPException, ValueError) as error:
             connection.close()
-            raise CpmrtError(f"{self._where} cannot be reached: {error}", fix="check --url") from error
+            raise ServerError(f"{self._where} cannot be reached: {error}", fix="check --url") from error
         except BaseException:
             connection.close()
             raise
         if response.status != 200:
             with response:
-                raise _refusal(response)
+                raise _refusal(response, self._where)
         return response
 
 
@@ -164,11 +166,11 @@ class RemoteAnswer:
 
     def __iter__(self) -> Iterator[Part]:
         for event in self._events():
-            if "error" in event:
-                raise ServerError(str(_told(event, "message") or ""), _told(event, "code"))
-            self._usage = event.get("usage") or self._usage
-            choice = (event.get("choices") or [{}])[0]
-            delta = choice.get("delta") or {}
+            if event.get("error"):
+                raise ServerError(str(_told(event, "message") or event["error"]), _told(event, "code"))
+            self._usage = _object(event.get("usage")) or self._usage
+            choice = _first(event.get("choices"))
+            delta = _object(choice.get("delta"))
             self._ended_at = perf_counter()
             if thought := delta.get("reasoning_content"):
                 self._began_at = self._began_at or self._ended_at
@@ -177,7 +179,7 @@ class RemoteAnswer:
                 self._began_at = self._began_at or self._ended_at
                 self._texts.append(str(text))
                 yield Part(str(text))
-            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+            self._finish_reason = str(choice.get("finish_reason") or self._finish_reason)
 
     @property
     def text(self) -> str:
@@ -198,10 +200,11 @@ class RemoteAnswer:
     def _events(self) -> Iterator[dict[str, Any]]:
         try:
             for line in self._response:
-                if line.strip() == b"data: [DONE]":
+                name, _, value = line.partition(b":")
+                if name == b"data" and value.strip() == b"[DONE]":
                     return
-                if line.startswith(b"data: "):
-                    yield _parsed(line[len(b"data: ") :])
+                if name == b"data":
+                    yield _parsed(value)
         except (OSError, HTTPException) as error:
             raise ServerError(f"{self._where} broke off: {error}") from error
         raise ServerError(f"{self._where} broke off in the middle of the answer")
@@ -232,18 +235,35 @@ def _form_fields(params: SamplingParams) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": described}}
 
 
-def _refusal(response: HTTPResponse) -> ServerError:
-    told = _parsed(response.read(2**16))
+def _refusal(response: HTTPResponse, where: str) -> ServerError:
+    told = _parsed(_content(response, where))
     message = str(_told(told, "message") or f"the server answers with status {response.status}")
     return ServerError(message, _told(told, "code"))
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(raw)
+        return _object(json.loads(raw))
     except (ValueError, RecursionError):
         return {}
+
+
+def _content(response: HTTPResponse, where: str) -> bytes:
+    """Return what a server answers, 16 MiB of it at most. Raises ServerError where it breaks off."""
+    try:
+        return response.read(2**24)
+    except (OSError, HTTPException) as error:
+        raise ServerError(f"{where} broke off: {error}") from error
+
+
+def _object(value: object) -> dict[str, Any]:
+    """Return an object of JSON, an empty one for anything else."""
     return value if isinstance(value, dict) else {}
+
+
+def _first(value: object) -> dict[str, Any]:
+    """Return the first object of an array, an empty one where there is none."""
+    return _object(value[0]) if isinstance(value, list) and value else {}
 
 
 def _count(value: object) -> int:
