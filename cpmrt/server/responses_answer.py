@@ -52,7 +52,7 @@ class ResponsesFormat:
 
     def end(self, usage: dict[str, Any]) -> str:
         status = self._status
-        return self._close() + self._event(f"response.{status}", response=self._response(status, usage))
+        return self._close(status) + self._event(f"response.{status}", response=self._response(status, usage))
 
     def failed(self, error: ApiError) -> str:
         return self._event("error", code=error.code, message=error.message, param=error.param)
@@ -62,7 +62,7 @@ class ResponsesFormat:
             pass
 
     def whole(self, usage: dict[str, Any]) -> Iterator[str]:
-        self._close()
+        self._close(self._status)
         yield compact_json(self._response(self._status, usage))
 
     @property
@@ -119,12 +119,12 @@ class ResponsesFormat:
         item["content"][0]["text"] += text
         return self._event(f"{name}.delta", **self._place, delta=text, **_LOGPROBS.get(item["type"], {}))
 
-    def _close(self) -> str:
-        """End the last item if it is open."""
+    def _close(self, status: str = "completed") -> str:
+        """End the last item if it is open: one that another follows is complete, however the answer ends."""
         if not self._is_open:
             return ""
         item, self._is_open = self._items[-1], False
-        item["status"] = self._status
+        item["status"] = status
         if item["type"] == "function_call":
             done = {"arguments": item["arguments"], "name": item["name"]}
             events = self._event(

@@ -11,6 +11,13 @@ from pydantic import BaseModel
 from serving import TOOL_CALLS, serving
 from tool_model import TOOLS, tool_llm
 
+from cpmrt.generation import Piece
+from cpmrt.server.chat_text import ChatText
+from cpmrt.server.exchange import usage_of
+from cpmrt.server.responses_answer import ResponsesFormat
+from cpmrt.sharing.jobs import Ended
+from cpmrt.tool_use.formats import HERMES
+
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 WEATHER = {
     "type": "function", "name": "weather", "strict": True,
@@ -34,6 +41,20 @@ def test_a_text(client):
     assert (item.type, item.role, item.content[0].type) == ("message", "assistant", "output_text")
     assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
     assert answer.instructions == "be kind" and answer.error is None
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_only_the_last_item_of_a_cut_answer_is_incomplete(in_one_piece):
+    text = "".join(f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in range(3))[:-18]
+    for grows in (True, False):
+        chat_text = ChatText(None, {"f": {}}, bound=HERMES, calls_only=True, grows=grows)
+        answer = ResponsesFormat("resp_1", "m", {}, chat_text)
+        for piece in [text] if in_one_piece else text:
+            answer.add((0, Piece(piece, ())))
+        answer.add((0, Ended("length")))
+        response = json.loads("".join(answer.whole(usage_of(1, 1, 0))))
+        assert response["status"] == "incomplete"
+        assert [item["status"] for item in response["output"]] == ["completed", "completed", "incomplete"]
 
 
 def test_a_conversation_of_items(client):
