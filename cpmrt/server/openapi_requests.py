@@ -163,7 +163,7 @@ def _chat_message() -> Schema:
 
 
 def _chat_fields() -> Schema:
-    function = object_of({"name": STRING}, {"description": {}, "parameters": {"type": "object"}})
+    function = object_of({"name": STRING}, {"description": {}, "parameters": optional("object")})
     tool = object_of({"type": {"const": "function"}, "function": function})
     return {
         **_SHARED,
@@ -213,7 +213,7 @@ def _response_item() -> Schema:
 
 def _responses_fields() -> Schema:
     function = object_of(
-        {"type": {"const": "function"}, "name": STRING}, {"description": {}, "parameters": {"type": "object"}}
+        {"type": {"const": "function"}, "name": STRING}, {"description": {}, "parameters": optional("object")}
     )
     form = [
         NULL,

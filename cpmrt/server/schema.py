@@ -9,6 +9,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, cast
 
 from cpmrt.config import SamplingParams
@@ -274,11 +275,16 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{index}]", 'expected {"type": "function", "function": {"name": ...}}')
-        if not isinstance(function.get("parameters", {}), dict):
+        if not isinstance(function.get("parameters"), (dict, NoneType)):
             raise invalid(f"tools[{index}].function.parameters", "expected a JSON schema (an object)")
     if choice not in (None, "none") and not tools:
         raise invalid("tool_choice", "only together with tools")
-    return [] if choice == "none" else tools
+    return [] if choice == "none" else [{**tool, "function": _given(tool["function"])} for tool in tools]
+
+
+def _given(function: dict[str, Any]) -> dict[str, Any]:
+    """Return a function without fields that are null: templates would write them out."""
+    return {name: value for name, value in function.items() if value is not None}
 
 
 def _called(fields: Fields, tools: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -88,6 +88,22 @@ def test_the_other_apis_name_the_schema_as_they_have_it(server):
     assert answer.json()["error"]["message"].startswith("tools[0].input_schema: type in the schema of 'f': ")
 
 
+def test_a_tool_whose_fields_are_null_is_one_without_them(server):
+    """OpenAI's client sends null for the parameters of a function that takes none."""
+    bare = {"name": "f"}
+    null = {**bare, "parameters": None, "description": None, "strict": None}
+    for choice in ("required", "auto"):
+        bodies = [{"tools": [{"type": "function", "function": tool}], "tool_choice": choice, "max_tokens": 40}
+                  for tool in (bare, null)]  # fmt: skip
+        answers = [server.chat(**body).json()["choices"][0]["message"] for body in bodies]
+        for call in (call for answer in answers for call in answer.get("tool_calls", ())):
+            assert call.pop("id") and json.loads(call["function"]["arguments"]) == {}
+        assert answers[0] == answers[1]
+    body = {"input": "?", "tools": [{"type": "function", **null}], "tool_choice": "required", "max_output_tokens": 40}
+    answer = server.client.post("/v1/responses", json=body)
+    assert answer.status_code == 200 and answer.json()["output"][0]["arguments"] == "{}", answer.text
+
+
 def test_a_template_without_tools(demo):
     """Only a model that is told of tools can choose to call one; a grammar makes any model call."""
     llm, messages = demo.engine.llm, [{"role": "user", "content": "Weather?"}]
