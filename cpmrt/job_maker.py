@@ -55,10 +55,10 @@ class JobMaker:
     """Called with each prompt of a chat before it is returned, its messages, and what gives the tokens of others."""
     _numbers: Iterator[int] = field(default_factory=count)
 
-    def request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams, num_begun: int = 0) -> Request:
         """Return what the engine takes: token ids, sampling, length, end tokens and seed made definite.
 
-        Raises RequestError.
+        The last `num_begun` tokens of the prompt are of the answer, which goes on behind them. Raises RequestError.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -83,8 +83,8 @@ class JobMaker:
             tuple(params.stop),
             params.loop_repeats,
             own.loop_penalty if params.loop_penalty is None else params.loop_penalty,
-            self._thinking_budget(ids, params),
-            **self._form(ids, params),
+            self._thinking_budget(ids, params, num_begun),
+            **self._form(ids, params, num_begun),
         )
 
     def calling(
@@ -313,14 +313,14 @@ class JobMaker:
             )  # fmt: skip
         return Reading(len(ids), lambda slot, block_table: collect(ids, read(slot, ids, block_table)))
 
-    def _form(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> dict[str, Any]:
+    def _form(self, prompt_ids: tuple[int, ...], params: SamplingParams, num_begun: int) -> dict[str, Any]:
         """Return the fields of a request that give its answer a form."""
         form = params.form
         if form is None:
             return {}
         if self.tokenizer is None:
             raise RequestError(f"SamplingParams.{form.kind} needs a tokenizer", fix="leave it out")
-        closing = opened_thought(self.tokenizer, prompt_ids)
+        closing = opened_thought(self.tokenizer, prompt_ids, num_begun)
         may_think = (params.max_thinking_tokens is not None or form.trigger) and closing is None
         openings = opening_tokens(self.tokenizer) if may_think else ()
         thought = Thought((closing or "").encode(), openings)
@@ -334,12 +334,12 @@ class JobMaker:
         assert self.tokenizer is not None
         return Grammars(self.tokenizer, self._end_token_ids())
 
-    def _thinking_budget(self, prompt_ids: tuple[int, ...], params: SamplingParams) -> ThinkingBudget | None:
+    def _thinking_budget(self, ids: tuple[int, ...], params: SamplingParams, num_begun: int) -> ThinkingBudget | None:
         if params.max_thinking_tokens is None:
             return None
         if self.tokenizer is None:
             raise RequestError("max_thinking_tokens needs a tokenizer", fix="leave it out")
-        prompt_end = prompt_end_of(self.tokenizer, prompt_ids)
+        prompt_end = prompt_end_of(self.tokenizer, ids, num_begun)
         return ThinkingBudget(params.max_thinking_tokens, ThoughtEnd(self.tokenizer, prompt_end, self._closings))
 
     @cached_property

@@ -21,33 +21,35 @@ def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:
     """Check a conversation, render and tokenize it. Raises ApiError, CpmrtError."""
     llm, settings = service.engine.llm, service.settings
     conversation = read_conversation(body, settings.model_names)
-    ids = _prompt_ids(llm, conversation)
+    ids, num_begun = _prompt_ids(llm, conversation)
     with naming(TOOL_NAMES):
         wanted = calling(
             llm, read_settings(body), conversation.tools, conversation.called, one_call=conversation.one_call
         )  # fmt: skip
     schemas = schemas_of(conversation.tools) if conversation.tools else None
     text = ChatText(
-        opened_thought(llm.tokenizer, ids), schemas, one_call=conversation.one_call,
+        opened_thought(llm.tokenizer, ids, num_begun), schemas, one_call=conversation.one_call,
         bound=bound_format(llm, wanted, conversation.called), calls_only=bool(conversation.called),
         objects_only=True, grows=False,
     )  # fmt: skip
     message_id = f"msg_{secrets.token_hex(12)}"
     answer = MessagesFormat(message_id, settings.model_name, text, len(ids))
-    return Prepared(message_id, choices_of(llm, ids, wanted), wanted, answer, marker_ids(llm.tokenizer))
+    requests = choices_of(llm, ids, wanted, num_begun=num_begun)
+    return Prepared(message_id, requests, wanted, answer, marker_ids(llm.tokenizer))
 
 
 def count_tokens(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return how many tokens a conversation takes. Raises ApiError, CpmrtError."""
     conversation = read_conversation(body, service.settings.model_names)
-    return {"input_tokens": len(_prompt_ids(service.engine.llm, conversation))}
+    ids, _ = _prompt_ids(service.engine.llm, conversation)
+    return {"input_tokens": len(ids)}
 
 
-def _prompt_ids(llm: LLM, conversation: Conversation) -> list[int]:
+def _prompt_ids(llm: LLM, conversation: Conversation) -> tuple[list[int], int]:
+    """Return the prompt, and how many of its last tokens are what the last message has begun."""
     check_tools(llm, conversation.tools, conversation.called)
     ids = llm.chat_prompt(
         conversation.messages, tools=conversation.tools or None, enable_thinking=conversation.thinks
     )
-    if conversation.begun:
-        ids += needed(llm.tokenizer).encode_plain(conversation.begun, but=ANSWER_MARKERS)
-    return ids
+    begun = conversation.begun and needed(llm.tokenizer).encode_plain(conversation.begun, but=ANSWER_MARKERS)
+    return [*ids, *begun], len(begun)

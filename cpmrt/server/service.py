@@ -289,9 +289,12 @@ def bound_format(llm: LLM, wanted: Wanted, called: Sequence[str]) -> Format | No
     return format_of(llm.chat_template) if is_bound else None
 
 
-def choices_of(llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0) -> list[EngineRequest]:
+def choices_of(
+    llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0, num_begun: int = 0
+) -> list[EngineRequest]:
+    """Return the requests of the choices of a prompt, whose last `num_begun` tokens are of the answer already."""
     with naming(wanted.form_names):
-        request = llm.request(prompt, wanted.sampling)
+        request = llm.maker.request(prompt, wanted.sampling, num_begun)
     if wanted.sampling.stop:
         stop_automaton(wanted.sampling.stop)  # built here, so that the engine's thread finds it
     # Without room for one token the engine refuses the request, with figures.

@@ -44,14 +44,23 @@ def closings(tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, t
     return {marker: _encoded(tokenizer, closing_text(template, marker)) for marker in THINKING_PAIRS.values()}
 
 
-def prompt_end_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """Return the end of a prompt, in which the marker of an opened thought stands if there is one."""
-    return tokenizer.decode(token_ids[-_MARKER_TOKENS:], skip_special_tokens=False)
+def prompt_end_of(tokenizer: Tokenizer, token_ids: Sequence[int], num_begun: int = 0) -> str:
+    """Return the end of a prompt, in which the marker of an opened thought stands if there is one.
+
+    The last `num_begun` tokens are the answer's already: the marker of a thought that they leave open stands for them.
+    """
+    start = len(token_ids) - num_begun
+    before = tokenizer.decode(token_ids[max(0, start - _MARKER_TOKENS) : start], skip_special_tokens=False)
+    if not num_begun:
+        return before
+    begun = tokenizer.decode(token_ids[start:], skip_special_tokens=False)
+    closing = open_marker(before, begun)
+    return next((opening for opening, end in THINKING_PAIRS.items() if end == closing), begun)
 
 
-def opened_thought(tokenizer: Tokenizer | None, prompt_ids: Sequence[int]) -> str | None:
+def opened_thought(tokenizer: Tokenizer | None, prompt_ids: Sequence[int], num_begun: int = 0) -> str | None:
     """Return the marker that ends the thought which a prompt has opened; None: it has opened none."""
-    return None if tokenizer is None else open_marker(prompt_end_of(tokenizer, prompt_ids), "")
+    return None if tokenizer is None else open_marker(prompt_end_of(tokenizer, prompt_ids, num_begun), "")
 
 
 def open_marker(prompt_end: str, answer: str) -> str | None:

@@ -80,6 +80,21 @@ def test_the_budget_of_anthropics_api(server):
     assert "thinking.budget_tokens" in server.client.post("/v1/messages", json=body).json()["error"]["message"]
 
 
+@pytest.mark.parametrize("begun", ["<think>", "<think>\nLet me see. I am asked of the world, a long story."])
+def test_an_answer_goes_on_within_a_thought_that_was_begun(server, begun):
+    messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+    body = {"messages": messages, "max_tokens": 400, "max_thinking_tokens": 40}
+    thought, text = server.client.post("/v1/messages", json=body).json()["content"]
+    assert (thought["thinking"], text["text"]) == ((THOUGHT * 3)[:40].rstrip(), "yes")
+
+
+def test_an_answer_goes_on_behind_a_thought_that_was_closed(server):
+    messages = [*MESSAGES, {"role": "assistant", "content": "<think>hm</think>It is"}]
+    body = {"messages": messages, "max_tokens": 400, "max_thinking_tokens": 40}
+    (text,) = server.client.post("/v1/messages", json=body).json()["content"]
+    assert text["text"] == "yes"
+
+
 def test_a_loop_ends_the_answer_where_that_is_asked_for(server):
     message, reason, count = ask(server, "weather", loop_repeats=4)
     assert (reason, count) == ("loop", 128) and message["content"] == ("It rains. " * 13)[:128]
