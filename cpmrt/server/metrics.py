@@ -102,10 +102,11 @@ class Metrics:
         """
         sequences = [job.sequence for job in jobs if job.sequence is not None]
         running = [seq for seq in sequences if seq.phase in _RUNNING]
-        self._running.set(len(running))
+        loans = llm.engine.loans if llm is not None else ()
+        self._running.set(len(running) + len(loans))
         self._waiting.set(len(jobs) - len(running))
         self._ready.set(llm is not None)
-        resident = [seq.num_prefilled + len(seq.token_ids) for seq in running]
+        resident = [seq.num_prefilled + len(seq.token_ids) for seq in running] + [loan.num_tokens for loan in loans]
         self._pages.set(sum(map(pages_for, resident)))
         if llm is not None:
             self._describe(llm)
@@ -146,10 +147,10 @@ class Metrics:
         gauge = partial(_labelled, Gauge, self._name, self._registry)
         self._ready = gauge("cpmrt_ready", "1 while requests are taken, else 0")
         self._waiting = gauge("cpmrt_sequences_waiting", "Sequences in the queue")
-        self._running = gauge("cpmrt_sequences_running", "Sequences that hold a slot")
+        self._running = gauge("cpmrt_sequences_running", "Sequences and prompts to read that hold a slot")
         self._slots = gauge("cpmrt_slots", "Sequences that can run at a time")
         self._queue_capacity = gauge("cpmrt_queue_capacity", "Sequences that can wait")
-        self._pages = gauge("cpmrt_kv_pages_used", f"KV pages ({PAGE_SIZE} tokens) that running sequences have filled")
+        self._pages = gauge("cpmrt_kv_pages_used", f"KV pages ({PAGE_SIZE} tokens) that these fill")
         self._pages_held = gauge("cpmrt_kv_pages_held", "KV pages that running sequences have reserved")
         self._pages_cached = gauge("cpmrt_kv_pages_cached", "KV pages kept for prompts that begin alike")
         self._num_pages = gauge("cpmrt_kv_pages", "All KV pages")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
 from fake_nvml import BUS_ID, FakeNvml
 from prometheus_client import CollectorRegistry, generate_latest
@@ -162,3 +164,16 @@ def test_the_dashboard_is_one_that_grafana_loads():
         assert panel["title"] and panel["type"] in ("timeseries", "stat")
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         assert [target["refId"] for target in panel["targets"]] == [chr(65 + i) for i in range(len(panel["targets"]))]
+
+
+def test_prompts_that_are_embedded_hold_slots_and_pages(demo):
+    texts = ["What does os.path.join do? " * 10] * 40
+    asking = threading.Thread(target=lambda: demo.client.post("/v1/embeddings", json={"input": texts}))
+    asking.start()
+    told = set()
+    while asking.is_alive():
+        values = samples(httpx.get(demo.url + "/metrics").text)
+        told.add((values["cpmrt_sequences_running", ()], values["cpmrt_kv_pages_used", ()] >= 4))
+    assert (4, True) in told
+    demo.wait_idle()
+    assert demo.metric("cpmrt_sequences_running") == demo.metric("cpmrt_kv_pages_used") == 0
