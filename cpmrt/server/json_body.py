@@ -69,7 +69,10 @@ def _too_large(max_bytes: int) -> ApiError:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises ApiError 400: not UTF-8, not JSON, NaN, a number too long, too deep, no object."""
+    """Parse a JSON object.
+
+    Raises ApiError 400: not UTF-8, not JSON, NaN, a number too long or beyond all floats, too deep, no object.
+    """
     decoder = _DECODER if len(body) < LONG_BYTES else _YIELDING_DECODER
     try:
         value = decoder.decode(body.decode("utf-8"))
@@ -89,6 +92,13 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"{text[:40]} is beyond the numbers of a float")
+    return number
+
+
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dict of these pairs, which it takes off their list: at once it would take long."""
     pairs.reverse()
@@ -100,12 +110,13 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _yielding_decoder() -> json.JSONDecoder:
     """Return a decoder that lets other threads run between values: the usual one holds the interpreter to the end."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_object_of)
+    decoder = json.JSONDecoder(**_NUMBERS, object_pairs_hook=_object_of)
     decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
     return decoder
 
 
-_DECODER, _YIELDING_DECODER = json.JSONDecoder(parse_constant=_refuse_constant), _yielding_decoder()
+_NUMBERS: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
+_DECODER, _YIELDING_DECODER = json.JSONDecoder(**_NUMBERS), _yielding_decoder()
 
 
 def _check_depth(value: object) -> None:

@@ -43,6 +43,15 @@ def test_a_text(client):
     assert answer.instructions == "be kind" and answer.error is None
 
 
+@pytest.mark.parametrize("length", [1, 100_000])
+def test_a_number_beyond_floats_is_no_json(says, length):
+    """The answer would repeat it as Infinity."""
+    content = f'{{"input": "say(hi)yas", "metadata": {{"x": [1.5e300, -1e999], "y": "{"z" * length}"}}}}'
+    answer = says.client.post("/v1/responses", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+    assert "-1e999" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("in_one_piece", [True, False])
 def test_only_the_last_item_of_a_cut_answer_is_incomplete(in_one_piece):
     text = "".join(f'<tool_call>\n{{"name": "f", "arguments": {{"n": {n}}}}}\n</tool_call>\n' for n in range(3))[:-18]
