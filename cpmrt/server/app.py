@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from inspect import signature
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +28,9 @@ from cpmrt.server.telemetry import RequestRecord
 
 _log = logging.getLogger("cpmrt.server")
 _OPEN_PATHS = ("/", "/health", "/health/live", "/health/ready", "/openapi.json")
+# Starlette knows the question of pages of other networks since 0.51, and refuses it unless told otherwise.
+_KNOWS_PRIVATE = "allow_private_network" in signature(CORSMiddleware).parameters
+_PRIVATE_NETWORK: dict[str, Any] = {"allow_private_network": True} if _KNOWS_PRIVATE else {}
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -48,8 +52,9 @@ def make_app(service: Service) -> ASGIApp:
         return gate
     # Around the gate: browsers send no key when they ask what they may send.
     return CORSMiddleware(
-        gate, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["x-request-id"]
-    )
+        gate, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"],
+        expose_headers=["x-request-id"], **_PRIVATE_NETWORK,
+    )  # fmt: skip
 
 
 async def _answer(request: Request, error: Exception) -> Response:

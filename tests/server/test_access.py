@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ssl
+from inspect import signature
 
 import httpx
 import pytest
 from serving import saying_llm, serving
+from starlette.middleware.cors import CORSMiddleware
 
 from cpmrt.cli.arguments import Parser
 from cpmrt.cli.main import main
@@ -106,6 +108,13 @@ def test_pages_of_an_allowed_origin_may_ask_and_read(guarded):
     allowed = httpx.options(guarded.url + "/v1/chat/completions", headers=asking)
     assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == ORIGIN
     assert "authorization" in allowed.headers["access-control-allow-headers"]
+    asking["Access-Control-Request-Private-Network"] = "true"
+    allowed = httpx.options(guarded.url + "/v1/chat/completions", headers=asking)
+    assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == ORIGIN
+    if "allow_private_network" in signature(CORSMiddleware).parameters:
+        assert allowed.headers["access-control-allow-private-network"] == "true"
+        other = httpx.options(guarded.url + "/v1/models", headers={**asking, "Origin": "https://evil.example"})
+        assert other.status_code == 400
     for headers, status in (({"x-api-key": "first"}, 200), ({}, 401)):
         answer = httpx.get(guarded.url + "/v1/models", headers={"Origin": ORIGIN} | headers)
         assert answer.status_code == status and answer.headers["access-control-allow-origin"] == ORIGIN
