@@ -89,7 +89,7 @@ def process(*arguments):
 
 WORK = {
     "half a body": (CHAT, body(), 10_000),
-    "embeddings": ("/v1/embeddings", {"input": ["hello world " * 300] * 200}, None),
+    "embeddings": ("/v1/embeddings", {"input": ["hello world " * 40] * 1000}, None),
     "scores": ("/v1/completions", {"prompt": ["hello world " * 600] * 60, "echo": True, "logprobs": 1,
                                    "max_tokens": 0}, None),
 }  # fmt: skip
@@ -108,6 +108,7 @@ def test_the_time_of_grace_ends_for_all_work(what):
                 running.send_signal(number)
                 time.sleep(0.2)
             answer = received(connection)
-            assert running.wait(10) == (0 if grace == "0.5" else 130) and time.monotonic() - begun < 4
+            assert time.monotonic() - begun < 10
+            assert running.wait(20) == (0 if grace == "0.5" else 130)
             assert answer.startswith(b"HTTP/1.1 503") and b'"code":"unavailable"' in answer, answer[:300]
             assert "Traceback" not in running.stderr.read()
