@@ -215,7 +215,7 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     launches["loop"] = partial(steps.loop_end, 1, 1, np.uint64(7), 2, 4)
     launches |= drafting.launches(chunks) if drafting else {}
     for name, launch in launches.items():
-        launcher.begin(name.replace("_", " ") if isinstance(name, str) else " ".join(map(str, name)))
+        launcher.begin(name.replace("_", " ") if isinstance(name, str) else " ".join(filter(None, map(str, name))))
         launch()
         launcher.release()
     return launcher.graphs

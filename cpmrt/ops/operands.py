@@ -37,6 +37,11 @@ class RowKind:
     is_dense: bool = False
     """Each sees so few keys that it does not choose among blocks."""
 
+    def __str__(self) -> str:
+        """Return what is known in words, none where nothing is."""
+        words = (self.length, "inside" if self.is_inside else None, "dense" if self.is_dense else None)
+        return " ".join(filter(None, words))
+
 
 ANY_ROWS = RowKind()
 """Of rows of which nothing is known."""

@@ -95,7 +95,7 @@ def test_conversations_that_branch(folder, whole, chunk, reuse, expected):
 
 
 def test_a_model_with_states_drafts_for_nobody(folder):
-    with pytest.raises(UnsupportedModelError, match="layers of one kind"):
+    with pytest.raises(UnsupportedModelError, match="a draft model must have grouped attention"):
         open_with(folder, "itself")
 
 

@@ -25,7 +25,7 @@ from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.cuda.ops.linear_packed.row_layers import MOST_LAYERS
 from cpmrt.dtypes import DType, to_float32
 from cpmrt.memory.caches import PAGE_SIZE
-from cpmrt.ops import NOTHING, Fp8Pages, KVPages, RowKind, Rows
+from cpmrt.ops import ANY_ROWS, NOTHING, Fp8Pages, KVPages, RowKind, Rows
 
 PAGES, LAYERS = 40, 3
 POSITIONS = (0, 63, 64, 255, 256, 700, 1087, 2500)
@@ -190,7 +190,7 @@ class Ops:
             "a": Operands(out, q, kv, rows, scale),
             "A": Operands(out, q, replace(kv, k=pages[2]), rows, scale),
             "R": Operands(out, q, kv, replace(rows, positions=np.zeros((1, 1), np.int32)), scale),
-            "L": Operands(out, q, kv, replace(rows, length=None), scale),
+            "L": Operands(out, q, kv, replace(rows, kind=ANY_ROWS), scale),
             "F": Operands(out, q, replace(kv, k=fp8), rows, scale),
         }
         add = (one, np.int32(shape.hidden), SCALE)

@@ -27,8 +27,11 @@ for name in ("small 64", "small sparse", "small int4 eagle2 4"):
 kinds = {"small 1": True, "small int4 1": True, "small fp8": False, "qwen2": False, "qwen3": False}
 for name, has_short in kinds.items():
     graphs = launch_trace.trace(setups[name], device)
-    assert ("short 1" in graphs) == has_short, name
-    assert graphs.get("short 1") != graphs["decode 1"], name
+    assert ("decode 1 short" in graphs) == has_short, name
+    assert graphs.get("decode 1 short") != graphs["decode 1"], name
+sparse = launch_trace.trace(setups["small sparse"], device)
+lengths = [len(sparse[f"decode 1{kind}"]) for kind in (" inside dense", " inside", "")]
+assert lengths == sorted(set(lengths)), "what is known of a row spares launches"
 """
 
 
