@@ -21,7 +21,6 @@ from cpmrt.keywords import checks_keywords
 from cpmrt.llm import LLM, SAMPLING_HINTS
 from cpmrt.sharing.jobs import STOP, WORK, Ended, Generation, Inbox, Job, Reading, completion_of
 from cpmrt.sharing.loop_inbox import LoopInbox
-from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import not_copied
 
 
@@ -67,7 +66,7 @@ class AsyncLLM:
     @checks_keywords(SAMPLING_HINTS)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncTextStream:
         """Continue a prompt like `generate`, but return its text piece by piece."""
-        return AsyncTextStream(self._llm.shared, partial(self._llm.maker.only_choice, prompt, params), self._inbox)
+        return AsyncTextStream(self, partial(self._llm.maker.only_choice, prompt, params))
 
     @overload
     async def chat(
@@ -166,8 +165,7 @@ class AsyncLLM:
     async def _run(self, jobs: Sequence[Job]) -> None:
         """Run jobs to their ends. Raises the first error of one, and cancels the others then."""
         inbox = LoopInbox(only_ends=True)
-        self._llm.shared.submit(jobs, inbox)
-        self._inbox.put(WORK)
+        self._submit(jobs, inbox)
         try:
             for _ in jobs:
                 _, end = await inbox.get()
@@ -176,6 +174,10 @@ class AsyncLLM:
         except BaseException:
             self._llm.shared.cancel(jobs)
             raise
+
+    def _submit(self, jobs: Sequence[Job], inbox: LoopInbox) -> None:
+        self._llm.shared.submit(jobs, inbox)
+        self._inbox.put(WORK)
 
 
 class AsyncTextStream(AsyncIterator[Piece]):
@@ -186,24 +188,26 @@ class AsyncTextStream(AsyncIterator[Piece]):
     cancelled. It begins when its first piece is waited for, which also raises what is wrong with the prompt.
     """
 
-    def __init__(self, shared: SharedEngine, make: Callable[[], Generation], engine_inbox: Inbox):
-        self._shared, self._make, self._engine_inbox = shared, make, engine_inbox
+    def __init__(self, llm: AsyncLLM, make: Callable[[], Generation]):
+        self._llm: AsyncLLM | None = llm
+        """What drives the engine, which would stop if nothing referred to it; None at the end."""
+        self._make = make
         self._job: Generation | None = None
-        self._is_over, self._reading = False, asyncio.Lock()
+        self._reading = asyncio.Lock()
 
     async def __anext__(self) -> Piece:
         async with self._reading:
-            if self._is_over:
+            if self._llm is None:
                 raise StopAsyncIteration
             try:
-                job = self._job or await self._begin()
+                job = self._job or await self._begin(self._llm)
                 _, part = await self._inbox.get()
             except BaseException:
                 self.close()
                 raise
             job.read(part)
             if isinstance(part, Ended):
-                self._is_over = True
+                self._llm = None
                 self._cancel.detach()
                 raise part.error or StopAsyncIteration
             return part
@@ -211,13 +215,14 @@ class AsyncTextStream(AsyncIterator[Piece]):
     def __reduce__(self) -> NoReturn:
         raise not_copied()
 
-    async def _begin(self) -> Generation:
+    async def _begin(self, llm: AsyncLLM) -> Generation:
         job, self._inbox = await asyncio.to_thread(self._make), LoopInbox()
-        self._shared.submit((job,), self._inbox)
+        if self._llm is None:  # closed meanwhile
+            raise StopAsyncIteration
+        llm._submit((job,), self._inbox)
         self._job = job
-        self._cancel = weakref.finalize(self, self._shared.cancel, (job,))
+        self._cancel = weakref.finalize(self, llm.llm.shared.cancel, (job,))
         self._cancel.atexit = False
-        self._engine_inbox.put(WORK)
         return job
 
     async def __aenter__(self) -> AsyncTextStream:
@@ -228,7 +233,7 @@ class AsyncTextStream(AsyncIterator[Piece]):
 
     def close(self) -> None:
         """Cancel the request if it still runs. May be called again."""
-        self._is_over = True
+        self._llm = None
         if self._job is not None:
             self._cancel()
 

@@ -5,6 +5,7 @@ import gc
 import pickle
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -155,6 +156,29 @@ def test_a_forgotten_one_ends_its_thread(llm):
     gc.collect()
     thread.join(10)
     assert not thread.is_alive() and llm.generate("abc", SAMPLED).finish_reason == "length"
+
+
+def test_a_stream_keeps_what_drives_it_until_its_end(llm):
+    async def run():
+        stream = AsyncLLM(llm).stream("abc", SAMPLED)
+        fast = weakref.ref(stream._llm)
+        text = await asyncio.wait_for(text_of(stream), 20)
+        await until(lambda: fast() is None)
+        return text, stream.completion.text
+
+    text = llm.generate("abc", SAMPLED).text
+    assert asyncio.run(run()) == (text, text)
+
+
+def test_a_stream_that_is_closed_while_it_begins_ends_without_a_request(llm):
+    async def run():
+        stream = AsyncLLM(llm).stream("abc", LONG)
+        reading = asyncio.create_task(text_of(stream))
+        await asyncio.sleep(0)
+        stream.close()
+        assert await asyncio.wait_for(reading, 20) == "" and is_whole(llm)
+
+    asyncio.run(run())
 
 
 def test_errors_reach_their_callers(llm):
