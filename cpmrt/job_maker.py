@@ -202,6 +202,7 @@ class JobMaker:
             schemas, shown_ids = schemas_of(tools), marker_ids(self.tokenizer)
             for job in (job for group in groups for job in group):
                 job.schemas, job.shown_ids = schemas, shown_ids
+                job.thought_end = opened_thought(self.tokenizer, job.request.prompt_ids)
         return groups, are_several
 
     def chat_prompts(

@@ -43,6 +43,8 @@ class Generation:
     shown_ids: frozenset[int] = frozenset()
     schemas: Schemas | None = None
     """The schemas of the tools that it may call."""
+    thought_end: str | None = None
+    """The marker that ends the thought which its prompt has opened, in which nothing is a call."""
     pieces: list[Piece] = field(default_factory=list)
     """Those that its caller has read."""
     is_read: bool = False
@@ -77,7 +79,7 @@ class Generation:
             finish_reason=self.sequence.finish_reason if self.is_read and self.sequence.finish_reason else "cancelled",
             logprobs=tuple(entry for piece in self.pieces for entry in piece.logprobs),
             stats=self.sequence.stats,
-            tool_calls=calls_in(text, self.schemas) if self.schemas else (),
+            tool_calls=calls_in(text, self.schemas, self.thought_end) if self.schemas else (),
         )
 
 

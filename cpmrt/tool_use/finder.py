@@ -117,9 +117,17 @@ class CallFinder:
         return True
 
 
-def calls_in(text: str, schemas: Schemas) -> tuple[Call, ...]:
-    """Return the calls in a whole answer, none of those that its thought talks about."""
-    for closing in THINKING_PAIRS.values():
-        text = text.rpartition(closing)[2]
+def calls_in(text: str, schemas: Schemas, thought_end: str | None = None) -> tuple[Call, ...]:
+    """Return the calls in a whole answer, none of those that its thought talks about.
+
+    `thought_end` is the marker that ends the thought which the prompt has opened, None where it has opened none.
+    """
     finder = CallFinder(schemas)
-    return tuple([*finder.push(text)[1], *finder.flush()[1]])
+    return tuple([*finder.push(_behind_thought(text, thought_end))[1], *finder.flush()[1]])
+
+
+def _behind_thought(text: str, thought_end: str | None) -> str:
+    """Return what follows the thought that an answer begins with, which is all of it without one."""
+    begun = (closing for opening, closing in THINKING_PAIRS.items() if text.lstrip().startswith(opening))
+    closing = thought_end or next(begun, None)
+    return text if closing is None else text.partition(closing)[2]
