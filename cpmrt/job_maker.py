@@ -18,6 +18,7 @@ from cpmrt.errors import ContextLengthError, RequestError, quoted
 from cpmrt.grammar import Grammars, Thought
 from cpmrt.installation import missing_packages
 from cpmrt.sharing.jobs import Generation, Reading
+from cpmrt.sharing.reading_results import joined, pooled, scores
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.markers import marker_ids
 from cpmrt.text.messages import checked_tools
@@ -248,28 +249,19 @@ class JobMaker:
 
     def logits(self, prompt: Prompt) -> Reading:
         """Return a reading of the logits at every position: float32 [T, V]."""
-        return self._reading(prompt, self.engine.executor.prompt_logits, lambda ids, chunks: _joined(chunks))
+        return self._reading(prompt, self.engine.executor.prompt_logits, joined)
 
     def score(self, prompt: Prompt) -> Reading:
         """Return a reading of the log-probability of each token after the first: float32 [T - 1]."""
-        return self._reading(prompt, self.engine.executor.prompt_logits, _scores)
+        return self._reading(prompt, self.engine.executor.prompt_logits, scores)
 
     def embed(self, prompt: Prompt, pooling: Pooling, normalize: bool) -> Reading:
         """Return a reading of the prompt's embedding: float32 [H]."""
         if pooling not in ("mean", "last"):
             raise RequestError("pooling", expected="mean | last", actual=quoted(pooling))
         _check_switch("normalize", normalize)
-
-        def pooled(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
-            vector, last = np.zeros(self.config.hidden_size), np.zeros(0, np.float32)
-            for states in chunks:
-                vector, last = vector + states.sum(axis=0, dtype=np.float64), states[-1]
-                yield
-            result: F32 = (vector / len(ids)).astype(np.float32) if pooling == "mean" else last
-            length = np.linalg.norm(result)
-            return result / length if normalize and length > 0 else result
-
-        return self._reading(prompt, self.engine.executor.prompt_states, pooled)
+        collect = partial(pooled, mean=pooling == "mean", normalize=normalize)
+        return self._reading(prompt, self.engine.executor.prompt_states, collect)
 
     def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids of a prompt. Raises RequestError for what is neither text nor ids of the vocabulary."""
@@ -376,24 +368,3 @@ def _variables(template_kwargs: object) -> dict[str, Any]:
         if name in template_kwargs:
             raise RequestError(f"template_kwargs: {name} is an argument of its own", fix=f"pass {name}=...")
     return dict(template_kwargs)
-
-
-def _joined(chunks: Iterator[F32]) -> Generator[None, None, F32]:
-    parts = list[F32]()
-    for chunk in chunks:
-        parts.append(chunk)
-        yield
-    return np.concatenate(parts)
-
-
-def _scores(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
-    from cpmrt.reference.sampling import checked_log_softmax
-
-    parts, start = list[F32](), 0
-    for logits in chunks:
-        following = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)
-        logprobs = checked_log_softmax(logits[: len(following)], start + 1)
-        parts.append(logprobs[np.arange(len(following)), following])
-        start += len(logits)
-        yield
-    return np.concatenate(parts)

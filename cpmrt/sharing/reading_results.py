@@ -1,0 +1,43 @@
+"""What readings make of the chunks that the executor yields; each `yield` here lets other jobs have a step."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import numpy as np
+
+from cpmrt.dtypes import F32
+
+
+def joined(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
+    """Return the logits of all positions: float32 [T, V]."""
+    parts = list[F32]()
+    for chunk in chunks:
+        parts.append(chunk)
+        yield
+    return np.concatenate(parts)
+
+
+def scores(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
+    """Return the log-probability of each of `ids` after the first, of chunks of logits: float32 [T - 1]."""
+    from cpmrt.reference.sampling import checked_log_softmax
+
+    parts, start = list[F32](), 0
+    for logits in chunks:
+        following = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)
+        logprobs = checked_log_softmax(logits[: len(following)], start + 1)
+        parts.append(logprobs[np.arange(len(following)), following])
+        start += len(logits)
+        yield
+    return np.concatenate(parts)
+
+
+def pooled(ids: tuple[int, ...], chunks: Iterator[F32], *, mean: bool, normalize: bool) -> Generator[None, None, F32]:
+    """Return the mean of chunks of states, or else the last state, of length 1 with `normalize`: float32 [H]."""
+    total, last = np.zeros(1), np.zeros(0, np.float32)
+    for states in chunks:
+        total, last = total + states.sum(axis=0, dtype=np.float64), states[-1]
+        yield
+    result: F32 = (total / len(ids)).astype(np.float32) if mean else last
+    length = np.linalg.norm(result)
+    return result / length if normalize and length > 0 else result
