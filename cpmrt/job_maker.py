@@ -191,13 +191,13 @@ class JobMaker:
             fix = 'pass tool_choice="required" or a tool\'s name, or leave them out'
             raise RequestError("tools: the chat template of this model has none", fix=fix)
         prompts = self.chat_prompts(messages, tools=tools or None, **options)
-        bind = partial(self.calling, tools=tools, called=called, one_call=tool_choice in called)
-        if isinstance(params, (list, tuple)):
-            params = [bind(each) for each in params]
-        elif isinstance(params, SamplingParams):
-            params = bind(params)
-        elif params is None and tools:
-            params = bind(SamplingParams())
+
+        def bound(own: Any) -> Any:
+            own = SamplingParams() if own is None else own
+            is_wrong = not isinstance(own, SamplingParams)  # which `groups` refuses
+            return own if is_wrong else self.calling(own, tools, called, one_call=tool_choice in called)
+
+        params = [bound(own) for own in params] if isinstance(params, (list, tuple)) else bound(params)
         groups, are_several = self.groups(cast(Prompts, prompts), params)
         if tools:
             schemas, shown_ids = schemas_of(tools), marker_ids(self.tokenizer)

@@ -117,6 +117,11 @@ def test_embeddings_are_the_final_norm_of_the_plain_forward(llm, checkpoint):
     assert mean.dtype == np.float32 and mean.shape == (64,)
 
 
+def test_each_of_several_conversations_may_leave_its_settings_out(llm):
+    several = llm.chat([HI, HI], [None, SAMPLED])
+    assert [answer.token_ids for answer in several] == [llm.chat(HI, each).token_ids for each in (None, SAMPLED)]
+
+
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint, pooling):
     texts = ["one", "another text, which is longer", "one"]
@@ -147,6 +152,8 @@ def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint,
     (lambda llm: llm.score("x" * 300), ContextLengthError, "at most 256"),
     (lambda llm: llm.generate(b"abc"), RequestError, r"got bytes; decode it: prompt.decode\(\)"),
     (lambda llm: llm.generate(bytearray(b"abc")), RequestError, "got bytearray"),
+    (lambda llm: llm.chat([HI, HI], [SAMPLED, {"temperature": 1}]), RequestError,
+     r"prompts\[1\]: params: expected SamplingParams, got dict"),
     (lambda llm: llm.chat(HI, template_kwargs="x"), RequestError, "template_kwargs: expected a dict"),
     (lambda llm: llm.chat(HI, template_kwargs={"tools": []}), RequestError, "pass tools=..."),
     (lambda llm: llm.chat(HI, enable_thinkin=True), ArgumentError,
