@@ -16,7 +16,7 @@ from cpmrt.dtypes import F32
 from cpmrt.engine import GenerationStats
 from cpmrt.errors import ArgumentError
 from cpmrt.generation import Completion, Piece
-from cpmrt.job_maker import Message, Pooling, Prompt, Prompts, Tool, is_batch
+from cpmrt.job_maker import Message, Pooling, Prompt, Prompts, Tool, are_conversations, is_batch
 from cpmrt.keywords import checks_keywords
 from cpmrt.llm import LLM, SAMPLING_HINTS
 from cpmrt.sharing.jobs import STOP, WORK, Ended, Generation, Inbox, Job, Reading, completion_of
@@ -60,13 +60,15 @@ class AsyncLLM:
         self, prompt: Prompt | Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Completion | list[Completion]:
         """Continue a prompt, or several together, as `LLM.generate` does."""
-        groups, are_several = await asyncio.to_thread(self._llm.maker.groups, prompt, params)
+        numbers = self._llm.maker.numbers(prompt if is_batch(prompt) else None, params)
+        groups, are_several = await asyncio.to_thread(self._llm.maker.groups, prompt, params, numbers)
         return await self._answers(groups, are_several)
 
     @checks_keywords(SAMPLING_HINTS)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncTextStream:
         """Continue a prompt like `generate`, but return its text piece by piece."""
-        return AsyncTextStream(self, partial(self._llm.maker.only_choice, prompt, params))
+        numbers = self._llm.maker.numbers(None, params)
+        return AsyncTextStream(self, partial(self._llm.maker.only_choice, prompt, params, numbers))
 
     @overload
     async def chat(
@@ -105,12 +107,14 @@ class AsyncLLM:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Completion | list[Completion]:
         """Answer a conversation, or several together, as `LLM.chat` does."""
+        numbers = self._llm.maker.numbers(messages if are_conversations(messages) else None, params)
         groups, are_several = await asyncio.to_thread(
             self._llm.maker.chat_groups,
             messages,
             params,
             tools,
             tool_choice,
+            numbers,
             enable_thinking=enable_thinking,
             allow_special_tokens=allow_special_tokens,
             template_kwargs=template_kwargs,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, Literal, TypeGuard, cast
 
 import numpy as np
@@ -37,6 +37,9 @@ Tool = Mapping[str, Any]
 """A function as the OpenAI API describes it: {"type": "function", "function": {"name", "parameters", ...}}."""
 Pooling = Literal["mean", "last"]
 
+Numbers = Iterator[int]
+"""Numbers of requests, of which the seeds of those that bring none are made."""
+
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _TokensOf = Callable[[Sequence[Message]], list[int]]
 _ChunkReader = Callable[[int, tuple[int, ...], tuple[int, ...]], Iterator[F32]]
@@ -54,12 +57,24 @@ class JobMaker:
     seed: int
     on_chat: Callable[[Sequence[int], Sequence[Message], _TokensOf], None] | None = None
     """Called with each prompt of a chat before it is returned, its messages, and what gives the tokens of others."""
-    _numbers: Iterator[int] = field(default_factory=count)
+    _numbers: Numbers = field(default_factory=count)
 
-    def request(self, prompt: Prompt, params: SamplingParams, num_begun: int = 0) -> Request:
+    def numbers(self, prompts: Sized | None, params: SamplingParams | Sequence[SamplingParams] | None) -> Numbers:
+        """Take the numbers of requests without seeds that are made later, of one or of one for each of `prompts`.
+
+        So they do not depend on which of several threads makes its requests first.
+        """
+        each = params if isinstance(params, (list, tuple)) else [params] * (1 if prompts is None else len(prompts))
+        taken = [next(self._numbers) for own in each if getattr(own, "seed", None) is None]
+        return chain(taken, self._numbers)
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams, num_begun: int = 0, numbers: Numbers | None = None
+    ) -> Request:
         """Return what the engine takes: token ids, sampling, length, end tokens and seed made definite.
 
-        The last `num_begun` tokens of the prompt are of the answer, which goes on behind them. Raises RequestError.
+        The last `num_begun` tokens of the prompt are of the answer, which goes on behind them. A request without a seed
+        takes the next of `numbers`, or else of all. Raises RequestError.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -72,7 +87,9 @@ class JobMaker:
         self._check_ids("logit_bias", dict(params.logit_bias))
         ids = self.token_ids(prompt)
         end_ids = () if params.ignore_eos else self._end_token_ids()
-        seed = params.seed if params.seed is not None else request_seed(self.seed, next(self._numbers))
+        seed = params.seed
+        if seed is None:
+            seed = request_seed(self.seed, next(self._numbers if numbers is None else numbers))
         own = self.sampling_defaults
         return Request(
             ids,
@@ -135,22 +152,29 @@ class JobMaker:
         """Tell whether the model hears of these tools, or need not since a grammar makes it call those named."""
         return not tools or bool(called) or self.chat_template is None or self.chat_template.takes_tools
 
-    def choices(self, prompt: Prompt, params: SamplingParams | None) -> list[Generation]:
+    def choices(
+        self, prompt: Prompt, params: SamplingParams | None, numbers: Numbers | None = None
+    ) -> list[Generation]:
         """Return the `params.n` generations of a prompt, each with a seed of its own."""
         params = SamplingParams() if params is None else params
-        request = self.request(prompt, params)
+        request = self.request(prompt, params, numbers)
         others = (replace(request, seed=request_seed(request.seed, number)) for number in range(1, params.n))
         return [Generation(each) for each in (request, *others)]
 
-    def only_choice(self, prompt: Prompt, params: SamplingParams | None) -> Generation:
+    def only_choice(
+        self, prompt: Prompt, params: SamplingParams | None, numbers: Numbers | None = None
+    ) -> Generation:
         """Return the one generation of a prompt. Raises RequestError if `params` ask for more."""
-        first, *others = self.choices(prompt, params)
+        first, *others = self.choices(prompt, params, numbers)
         if others:
             raise RequestError("SamplingParams.n", expected="1 for a stream", actual=len(others) + 1)
         return first
 
     def groups(
-        self, prompt: Prompt | Prompts, params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompt: Prompt | Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        numbers: Numbers | None = None,
     ) -> tuple[list[list[Generation]], bool]:
         """Return the choices of one prompt or of each of several, and whether there are several.
 
@@ -158,14 +182,14 @@ class JobMaker:
         there are several.
         """
         if not is_batch(prompt):
-            return [self.choices(cast(Prompt, prompt), cast(SamplingParams | None, params))], False
+            return [self.choices(cast(Prompt, prompt), cast(SamplingParams | None, params), numbers)], False
         each = params if isinstance(params, (list, tuple)) else [params] * len(prompt)
         if len(each) != len(prompt):
             raise RequestError("params", expected=f"one for all or {len(prompt)}, as prompts", actual=len(each))
         groups = []
         for number, (one, own) in enumerate(zip(prompt, each, strict=True)):
             try:
-                choices = self.choices(one, own)
+                choices = self.choices(one, own, numbers)
                 self.engine.sequence(choices[0].request)
             except RequestError as error:
                 what = f"prompts[{number}]: {error.what}"
@@ -179,6 +203,7 @@ class JobMaker:
         params: SamplingParams | Sequence[SamplingParams] | None,
         tools: Sequence[Tool] | None,
         tool_choice: str,
+        numbers: Numbers | None = None,
         **options: Any,
     ) -> tuple[list[list[Generation]], bool]:
         """Return the choices of one conversation or of each of several, and whether there are several.
@@ -198,7 +223,7 @@ class JobMaker:
             return own if is_wrong else self.calling(own, tools, called, one_call=tool_choice in called)
 
         params = [bound(own) for own in params] if isinstance(params, (list, tuple)) else bound(params)
-        groups, are_several = self.groups(cast(Prompts, prompts), params)
+        groups, are_several = self.groups(cast(Prompts, prompts), params, numbers)
         if tools:
             schemas, shown_ids = schemas_of(tools), marker_ids(self.tokenizer)
             for job in (job for group in groups for job in group):
@@ -210,7 +235,7 @@ class JobMaker:
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
     ) -> list[int] | list[list[int]]:
         """Return the token ids of one conversation, or of each; `options` as for `chat_prompt`."""
-        if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple)):
+        if are_conversations(messages):
             return [self.chat_prompt(conversation, **options) for conversation in messages]
         return self.chat_prompt(cast(Sequence[Message], messages), **options)
 
@@ -350,6 +375,11 @@ def is_batch(prompt: object) -> TypeGuard[Prompts]:
     """Tell whether this is a list of prompts, and not of token ids."""
     is_list = isinstance(prompt, (list, tuple)) and len(prompt) > 0
     return is_list and not isinstance(cast(Sequence[object], prompt)[0], (int, float, np.number))
+
+
+def are_conversations(messages: object) -> TypeGuard[Sequence[Sequence[Message]]]:
+    """Tell whether this is a list of conversations, and not of messages."""
+    return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
 
 
 def _check_switch(name: str, value: object) -> None:

@@ -71,6 +71,38 @@ def test_every_method_gives_what_the_blocking_one_gives(llm):
         np.testing.assert_allclose(answer, one, atol=1e-5)
 
 
+def test_seeds_have_the_order_of_the_calls(checkpoint, monkeypatch):
+    """Not that of the threads that make the requests: those of the first calls take longest here."""
+    free, own = (SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True, seed=seed) for seed in (None, 7))
+
+    def calls(llm):
+        return [
+            llm.stream("slow", free), llm.generate(["slow", "abc", "a"], [free, own, free]), llm.generate("abc", free),
+            llm.chat([HI, HI], free), llm.chat(HI, free),
+        ]  # fmt: skip
+
+    async def run(llm):
+        async with AsyncLLM(llm) as fast:
+            stream, *others = calls(fast)
+            return texts(await asyncio.gather(*others)), await text_of(stream)
+
+    def texts(answers):
+        return [[each.text for each in one] if isinstance(one, list) else one.text for one in answers]
+
+    with LLM(checkpoint, executor="reference", max_sequences=3) as llm:
+        stream, *others = calls(llm)
+        expected = texts(others), stream.finish().text
+    with LLM(checkpoint, executor="reference", max_sequences=3) as llm:
+        read = llm.maker.token_ids
+
+        def slowly(prompt):
+            time.sleep(0.1 * (prompt == "slow"))
+            return read(prompt)
+
+        monkeypatch.setattr(llm.maker, "token_ids", slowly)
+        assert asyncio.run(run(llm)) == expected
+
+
 def test_calls_share_steps_with_each_other_and_with_threads(checkpoint):
     rows = []
 
