@@ -22,6 +22,7 @@ from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.text.markers import special_markers
 from cpmrt.tool_use.calls import Schemas, listed_types, properties_of, required_of
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
+from cpmrt.tool_use.xml_calls import text_choices
 
 _JSON = {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'}
 """How JSON is written; its escape sequences are those that Python's literals have too."""
@@ -116,8 +117,8 @@ class _Rules:
 
     def _xml_value(self, rule: str, schema: dict[str, Any]) -> str:
         kinds = listed_types(schema)
-        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if choices is not None and all(isinstance(choice, str) for choice in choices):
+        choices = text_choices(schema)
+        if choices:
             return "(" + " | ".join(self.text(_escaped(choice)) for choice in choices) + ")"
         if kinds == {"string"} and _CONSTRAINTS & schema.keys():
             return f"{self.text('<![CDATA[')} {_constrained(schema)} {self.text(']]>')}"

@@ -81,11 +81,22 @@ def typed_value(text: str, schema: object) -> Any:
 
     Where strings are one of several types, only values of the other types are not text.
     """
-    types = _types(schema)
-    if types == {"string"}:
+    if is_text(schema):
         return text
-    value = _literal(text)
+    types, value = _types(schema), _literal(text)
     return value if "string" not in types or types.intersection(_JSON_TYPES[type(value)]) else text
+
+
+def is_text(schema: object) -> bool:
+    """Tell whether every value that a schema allows is a text."""
+    return _types(schema) == {"string"} or bool(text_choices(schema))
+
+
+def text_choices(schema: object) -> list[str]:
+    """Return the values that a schema lists if all of them are texts; none for another."""
+    listed = schema if isinstance(schema, Mapping) else {}
+    choices = _list(listed.get("enum", [listed["const"]] if "const" in listed else None))
+    return choices if all(isinstance(choice, str) for choice in choices) else []
 
 
 def _types(schema: object) -> set[str]:

@@ -20,6 +20,12 @@ SCHEMAS = {
         "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["string", "null"]}, "z": {}}
     },
     "g": {},
+    "listed": {
+        "properties": {
+            "a": {"enum": ["1", "2"]}, "b": {"const": "true"}, "c": {"type": ["string", "integer"], "enum": ["1", "2"]},
+            "d": {"enum": ["x", 1]},
+        }
+    },
     "needy": {"properties": {"a": {}, "b": {}}, "required": ["a"]},
 }
 MARKS = [
@@ -147,6 +153,8 @@ def test_json_calls():
     ('f"><param name="a">NaN</param><param name="z">1e999</param>', {"a": "NaN", "z": "1e999"}),
     ('f"><param name="c">null</param>', {"c": None}),
     ('f"><param name="c">12</param>', {"c": "12"}),
+    ('listed"><param name="a">1</param><param name="b">true</param>', {"a": "1", "b": "true"}),
+    ('listed"><param name="c">1</param><param name="d">1</param>', {"c": "1", "d": 1}),
     ('g"><param name="any">1</param>', {"any": 1}),
     ('g">', {}),
     ('needy"><param name="a">1</param>', {"a": 1}),
