@@ -11,7 +11,12 @@ from cpmrt.tool_use.calls import listed_types, properties_of
 
 _REPORT = re.compile(r"at (?P<line>\d+)\(\d+\): (failed to compile JSON schema: )?(?P<reason>.*?)( \d+ \| .*)?")
 """What llguidance says of a grammar: line, column, reason, and then the lines around, with their numbers."""
-_RULE_OF_A_CALL = re.compile(r"c(\d+)")
+_RULE_OF_A_CALL = re.compile(r"[cC](\d+)")
+_KINDS = (
+    ("enum", list, "an array"), ("pattern", str, "a regular expression"), ("minLength", int, "an integer"),
+    ("maxLength", int, "an integer"),
+)  # fmt: skip
+"""What may stand at a key of a schema, and how to say it."""
 
 
 def check_schemas(tools: Sequence[Mapping[str, Any]], names: Collection[str]) -> None:
@@ -71,6 +76,6 @@ def _mistakes(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
 
 
 def _mistakes_of_one(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
-    for key, kind, expected in (("enum", list, "an array"), ("pattern", str, "a regular expression")):
+    for key, kind, expected in _KINDS:
         if schema.get(key) is not None and not isinstance(schema[key], kind):
             yield f"{where}.{key}", expected, schema[key]

@@ -22,6 +22,7 @@ from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.text.markers import special_markers
 from cpmrt.tool_use.calls import Schemas, listed_types, properties_of, required_of
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
+from cpmrt.tool_use.text_patterns import expression_of, is_constrained
 from cpmrt.tool_use.xml_calls import text_choices
 
 _JSON = {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'}
@@ -33,7 +34,6 @@ _MAX_TEXT = 4000
 _TEXT = rf"/[^<&\n]{{1,{_MAX_TEXT}}}/"
 _FENCE, _FENCE_END = "\n```python\n", "\n```\n"
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+")
-_CONSTRAINTS = {"minLength", "maxLength", "pattern"}
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -120,11 +120,14 @@ class _Rules:
         choices = text_choices(schema)
         if choices:
             return "(" + " | ".join(self.text(_escaped(choice)) for choice in choices) + ")"
-        if kinds == {"string"} and _CONSTRAINTS & schema.keys():
-            return f"{self.text('<![CDATA[')} {_constrained(schema)} {self.text(']]>')}"
         if kinds == {"string"}:
-            cdata = self.add(f"{rule}c", rf"/(.|\n){{0,{_MAX_TEXT}}}/", '[suffix="]]>"]')
-            return f"({_TEXT} | {self.text('<![CDATA[')} {cdata})?"
+            is_free = not is_constrained(schema)
+            if is_free:
+                text = rf"/(.|\n){{0,{_MAX_TEXT}}}/"
+            else:
+                text = self.add(f"{rule}t".upper(), expression_of(schema, _MAX_TEXT))
+            cdata = f"{self.text('<![CDATA[')} " + self.add(f"{rule}c", text, '[suffix="]]>"]')
+            return f"({_TEXT} | {cdata})?" if is_free else cdata
         if kinds and not kinds & {"array", "object", "string"}:
             return _json(schema)
         return f"{self.text('<![CDATA[')} {_json(schema)} {self.text(']]>')}"
@@ -164,16 +167,8 @@ def _within(schema: Mapping[str, Any], value: Any) -> dict[str, Any]:
     return {name: schema[name] for name in _DEFINITIONS if name in schema} | own
 
 
-def _constrained(schema: Mapping[str, Any]) -> str:
-    """Return the expression of a text whose length or pattern is given, without brackets, which could end CDATA."""
-    pattern = schema.get("pattern")
-    if pattern is None:
-        return rf"/[^\]]{{{schema.get('minLength', 0)},{schema.get('maxLength', _MAX_TEXT)}}}/"
-    start, end = ("" if pattern.startswith("^") else r"[^\]]*"), ("" if pattern.endswith("$") else r"[^\]]*")
-    inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
-    return f"/{start}({inner}){end}/"
-
-
 def _escaped(text: str) -> str:
     """Write a text as the value of an XML parameter."""
-    return f"<![CDATA[{text}]]>" if re.search(r"[<&\n]|^\s|\s$|^$", text) else text
+    if not re.search(r"[<&\n]|^\s|\s$|^$", text):
+        return text
+    return "<![CDATA[" + text.replace("]]>", "]]]]><![CDATA[>") + "]]>"

@@ -67,7 +67,7 @@ def _xml_call(text: str, schemas: Schemas) -> Iterator[Call]:
     while (head := PARAM.match(text, at)) is not None:
         schema = properties.get(head[1])
         try:
-            value, at = read_param(text, head.end())
+            value, at = read_param(text, head.end(), schema)
         except ValueError:
             is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
             begun = _begun_cdata(text[head.end() :]) if is_text else None

@@ -11,6 +11,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from html import unescape
 from typing import Any
 
@@ -19,6 +20,8 @@ from cpmrt.tool_use.calls import Call, Schemas, as_json, listed_types, propertie
 FUNCTION = re.compile(r'([^"]+)"\s*>')
 PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')
 _VALUE_STOP = re.compile(r"</param>|<!\[CDATA\[")
+_CDATA_END = "]]>"
+_DECODER = json.JSONDecoder()
 _JSON_TYPES = {
     type(None): ("null",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",),
     list: ("array",), dict: ("object",),
@@ -36,7 +39,7 @@ def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
     schema = schemas[function[1]]
     properties = properties_of(schema)
     arguments: dict[str, Any] = {}
-    for name, value in _params(body):
+    for name, value in _params(body, properties):
         if name in arguments or not (name in properties or not properties or schema.get("additionalProperties")):
             raise ValueError(f"parameter {name!r} is unknown or given twice")
         arguments[name] = typed_value(value, properties.get(name))
@@ -45,21 +48,21 @@ def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
     return [Call(function[1], as_json(arguments))]
 
 
-def _params(text: str) -> Iterator[tuple[str, str]]:
+def _params(text: str, properties: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield name and value of each parameter. Raises ValueError where something else stands."""
     at, end = 0, len(text.rstrip())
     while at < end:
         head = PARAM.match(text, at)
         if head is None:
             raise ValueError("no parameter")
-        value, at = read_param(text, head.end())
+        value, at = read_param(text, head.end(), properties.get(head[1]))
         yield head[1], value
 
 
-def read_param(text: str, at: int) -> tuple[str, int]:
-    """Return the value that begins at a position, and the position after its end tag.
+def read_param(text: str, at: int, schema: object) -> tuple[str, int]:
+    """Return the value of this schema that begins at a position, and the position after its end tag.
 
-    White space around it is dropped, but not within CDATA: there it may be a file's.
+    White space around it is dropped, but not within CDATA: there it may be a file's. Raises ValueError without an end.
     """
     plain, parts = list[str](), list[str]()
     while stop := _VALUE_STOP.search(text, at):
@@ -68,12 +71,22 @@ def read_param(text: str, at: int) -> tuple[str, int]:
         if stop[0] == "</param>":
             is_quoted = len(parts) > len(plain) and not "".join(plain).strip()
             return "".join(parts[1::2]) if is_quoted else "".join(parts).strip(), stop.end()
-        end = text.find("]]>", stop.end())
+        end = _cdata_end(text, stop.end(), schema)
         if end < 0:
             break
         parts.append(text[stop.end() : end])
-        at = end + len("]]>")
+        at = end + len(_CDATA_END)
     raise ValueError("a value without its end")
+
+
+def _cdata_end(text: str, at: int, schema: object) -> int:
+    """Return where CDATA that begins at a position ends, -1 if it does not. In the JSON of a value nothing ends it."""
+    if not is_text(schema):
+        with suppress(ValueError, RecursionError):
+            _, end = _DECODER.raw_decode(text, at)
+            if text.startswith(_CDATA_END, end):
+                return end
+    return text.find(_CDATA_END, at)
 
 
 def typed_value(text: str, schema: object) -> Any:

@@ -30,6 +30,8 @@ BAD = [
     ({"properties": {"a": {"type": "bogus"}}}, "Invalid type: bogus"), ({"properties": {"a": 5}}, "properties.a"),
     ({"properties": {"a": {"type": "string", "pattern": "("}}}, "unclosed group"),
     ({"properties": {"a": {"type": "string", "pattern": 5}}}, "pattern"),
+    ({"properties": {"a": {"type": "string", "pattern": "(", "maxLength": 5}}}, "unclosed group"),
+    ({"properties": {"a": {"type": "string", "minLength": 2.5}}}, "minLength"),
     ({"properties": {"a": {"enum": 5}}}, "enum"), ({"properties": {"a": {"type": [["x"]]}}}, "type must be a string"),
     ({"properties": {"a": {}}, "required": 5}, "required"), ({"properties": {"a" * 300: 5}}, "properties.aaa"),
     ({"properties": {"a": {"enum": ["\u2028"]}, "b": {"type": "bogus"}}}, "Invalid type"),
