@@ -45,7 +45,7 @@ def form_of(
     trigger: str | None,
 ) -> Form | None:
     """Return the form that is given, or None. Raises RequestError for several, and for one that is too long."""
-    if trigger is not None and (grammar is None or not isinstance(trigger, str) or not trigger):
+    if trigger is not None and (grammar is None or not _is_valid_text(trigger)):
         expected = "a text that is not empty, together with grammar"
         raise RequestError("SamplingParams.grammar_trigger", expected=expected, actual=quoted(trigger))
     chosen = json.dumps(choices, ensure_ascii=False) if choices is not None else None
@@ -96,6 +96,11 @@ def choice_texts(choices: object) -> tuple[str, ...]:
         return tuple(choices)
     expected = "a list of one text or more, none empty"
     raise RequestError("SamplingParams.choices", expected=expected, actual=quoted(choices))
+
+
+def _is_valid_text(text: object) -> bool:
+    """Tell whether this is a text that is not empty and has no half of a surrogate pair, which no answer can hold."""
+    return isinstance(text, str) and bool(text) and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _wrong(actual: str) -> RequestError:

@@ -147,7 +147,7 @@ def test_tools_that_no_grammar_can_have_leave_the_answer_free(llm, monkeypatch):
     assert llm.maker.calling(params, TOOLS, ()) is params
 
 
-@pytest.mark.parametrize("grammar, trigger", [(None, "x"), ("start: /x/", "")])
+@pytest.mark.parametrize("grammar, trigger", [(None, "x"), ("start: /x/", ""), ("start: /x/", "x\ud800")])
 def test_a_trigger_is_a_text_beside_a_grammar(grammar, trigger):
     with pytest.raises(RequestError, match="grammar_trigger"):
         SamplingParams(grammar=grammar, grammar_trigger=trigger)
