@@ -143,7 +143,7 @@ class JobMaker:
         try:
             bound = replace(params, json_schema=None, grammar=grammar, grammar_trigger=trigger)
             assert bound.form is not None
-            self.grammars.matcher(bound.form, Thought())
+            (self.grammars.trigger if is_free else self.grammars.matcher)(bound.form, Thought())
         except RequestError as refusal:
             raise blamed(refusal, grammar, tools, tuple(schemas)) from None
         return bound

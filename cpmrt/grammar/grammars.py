@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import replace
 from functools import cached_property
@@ -13,11 +13,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from cpmrt.config.form import JSON_STYLE, Form
-from cpmrt.errors import RequestError
+from cpmrt.errors import RequestError, quoted
 from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
 from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
-from cpmrt.grammar.trigger import GrammarTrigger
+from cpmrt.grammar.trigger import GrammarTrigger, matcher_behind
 from cpmrt.installation import install_extra, missing_packages
 from cpmrt.text import Tokenizer
 
@@ -71,8 +71,14 @@ class Grammars:
         return lambda: AnswerMatcher(compiled, vocabulary, thought)
 
     def trigger(self, form: Form, thought: Thought) -> Callable[[], GrammarTrigger]:
-        """Return what makes, for each answer, what finds where this form begins to bind it. Raises as `matcher`."""
+        """Return what makes, for each answer, what finds where this form begins to bind it.
+
+        Raises as `matcher`, and RequestError for a form that does not begin with its trigger.
+        """
         compiled, vocabulary = self._compiled_form(form)
+        if not any(matcher_behind(tokens, compiled, vocabulary) for tokens in self._ways_to_say(form.trigger)):
+            expected = "a text with which the grammar begins"
+            raise RequestError("SamplingParams.grammar_trigger", expected=expected, actual=quoted(form.trigger))
         return lambda: GrammarTrigger(form.trigger.encode(), compiled, vocabulary, thought)
 
     def _compiled_form(self, form: Form) -> tuple[CompiledForm, Vocabulary]:
@@ -85,6 +91,18 @@ class Grammars:
         if isinstance(found, RequestError):
             raise RequestError(found.what, expected=found.expected, actual=found.actual)
         return found, vocabulary
+
+    def _ways_to_say(self, text: str) -> Iterator[list[int]]:
+        """Yield the tokens of a text that is spelled out, and those with the special tokens that it holds."""
+        tokens_of = self._vocabulary.tokens_of
+
+        def spelled(part: str | int) -> list[int]:
+            if isinstance(part, int):
+                return [part]
+            return [token for character in part for token in tokens_of(character.encode())]
+
+        yield spelled(text)
+        yield [token for part in self._tokenizer.control_tokens.parts(text) for token in spelled(part)]
 
     def prepare(self) -> None:
         """Read the vocabulary, as the first use does otherwise."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from cpmrt.engine.late_form import Bound
 from cpmrt.errors import FormError
@@ -71,8 +70,17 @@ class GrammarTrigger:
             tokens = self._vocabulary.tokens_of(written[start:])
             before = self._vocabulary.tokens_of(written[start : max(len(written) - last, start)])
         for taken, is_kept in ((tokens, True), (before, False)):
-            matcher = AnswerMatcher(self._form, self._vocabulary, Thought())
-            with suppress(FormError):
-                matcher.accept(taken)
+            matcher = matcher_behind(taken, self._form, self._vocabulary)
+            if matcher is not None:
                 return Bound(matcher, is_kept)
         return None
+
+
+def matcher_behind(token_ids: Sequence[int], form: CompiledForm, vocabulary: Vocabulary) -> AnswerMatcher | None:
+    """Return a matcher behind these tokens; None if the form does not begin with them."""
+    matcher = AnswerMatcher(form, vocabulary, Thought())
+    try:
+        matcher.accept(token_ids)
+    except FormError:
+        return None
+    return matcher

@@ -38,6 +38,10 @@ class ControlTokens:
         self.texts = frozenset(self._ids)
         self._pattern = re.compile(f"({any_of(self._ids).pattern})")
 
+    def parts(self, text: str) -> list[str | int]:
+        """Return a text in parts: the ids of the tokens in it, and what stands between them."""
+        return [self._ids.get(part, part) for part in self._pattern.split(text) if part]
+
     def encode(self, prompt: MarkedText) -> Any:
         """Return the library's encoding of a prompt, no BOS added; tokens that hold a marked character are plain text.
 

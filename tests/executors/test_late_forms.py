@@ -153,6 +153,28 @@ def test_a_trigger_is_a_text_beside_a_grammar(grammar, trigger):
         SamplingParams(grammar=grammar, grammar_trigger=trigger)
 
 
+@pytest.mark.parametrize("grammar, trigger", [
+    ('start: "ANSWER"', "("), ('start: "("', "(x"), ('start: "x(" "y"', "("), ('start: "</s>" "x"', "<s>"),
+    ('start: <[{end}]> "x"', "<s>"),
+])  # fmt: skip
+def test_a_grammar_that_does_not_begin_with_its_trigger_is_refused(llm, grammar, trigger):
+    params = SamplingParams(grammar=grammar.format(end=llm.tokenizer.token_id("</s>")), grammar_trigger=trigger)
+    with pytest.raises(RequestError, match="grammar_trigger: expected a text with which the grammar begins") as caught:
+        llm.generate(PROMPT, params)
+    assert repr(trigger) in str(caught.value)
+
+
+@pytest.mark.parametrize("grammar, trigger", [
+    ('start: <[{end}]> "x"', "</s>"), ('start: "a" <[{end}]> " x" "y"', "a</s> x"), ('start: "</s>" "x"', "</s>"),
+    ("start: /[a-z]+/", "abc"), ("root ::= [a-z]+", "abc"),
+])  # fmt: skip
+def test_a_trigger_may_hold_special_tokens_and_parts_of_terminals(llm, grammar, trigger):
+    params = SamplingParams(
+        max_new_tokens=2, grammar=grammar.format(end=llm.tokenizer.token_id("</s>")), grammar_trigger=trigger
+    )
+    assert llm.generate(PROMPT, params).finish_reason == "length"
+
+
 def test_calls_of_a_model_that_may_call_validate(tmp_path):
     """The trigger is what this model says anyway; what follows it is a call, in every answer that ends."""
     with tool_llm(tmp_path / "model", "hermes") as llm:
