@@ -65,6 +65,11 @@ def form_of(
     return Form(name, text, trigger or "")
 
 
+def as_terminal(text: str) -> str:
+    """Write a text as a terminal of llguidance's Lark, which takes U+007F only as an escape sequence."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
 def schema_text(schema: object) -> str:
     """Return a JSON schema as text: of a dict, of text that holds one, of a pydantic model or of a dataclass.
 

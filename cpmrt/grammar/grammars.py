@@ -12,7 +12,7 @@ from threading import BoundedSemaphore, Lock, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from cpmrt.config.form import JSON_STYLE, Form
+from cpmrt.config.form import JSON_STYLE, Form, as_terminal
 from cpmrt.errors import RequestError, quoted
 from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
@@ -205,8 +205,8 @@ def _grammar(form: Form) -> str:
     if form.kind == "grammar":
         return str(matchers.grammar_from_lark(_in_lark(form.text)))
     # One terminal, which is one automaton however many choices there are.
-    texts = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(form.text))
-    return str(matchers.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(texts)))
+    choices = " | ".join(map(as_terminal, json.loads(form.text)))
+    return str(matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
 
 
 def _in_lark(text: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from cpmrt.config.form import JSON_STYLE
+from cpmrt.config.form import JSON_STYLE, as_terminal
 from cpmrt.errors import RequestError, quoted
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.text.markers import special_markers
@@ -25,8 +25,9 @@ from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
 from cpmrt.tool_use.text_patterns import expression_of, is_constrained
 from cpmrt.tool_use.xml_calls import text_choices
 
-_JSON = {**JSON_STYLE, "json_allowed_escapes": 'nrbtf\\"'}
-"""How JSON is written; its escape sequences are those that Python's literals have too."""
+_ESCAPES = 'nrbtf\\"'
+_JSON = {**JSON_STYLE, "json_allowed_escapes": _ESCAPES}
+"""How JSON is written; its escape sequences are those that Python's literals have too, and no halves of pairs."""
 MAX_CALLS = 32
 """The most calls of one answer."""
 _MAX_TEXT = 4000
@@ -139,12 +140,14 @@ def _terminals(special: Mapping[str, int], text: str) -> str:
     if special:
         longest_first = sorted(special, key=len, reverse=True)
         parts = re.split("(" + "|".join(map(re.escape, longest_first)) + ")", text)
-    written = [f"<[{special[part]}]>" if part in special else json.dumps(part, ensure_ascii=False) for part in parts]
+    written = [f"<[{special[part]}]>" if part in special else as_terminal(part) for part in parts]
     return " ".join(terminal for terminal in written if terminal != '""')
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({"x-guidance": _JSON, **schema}, ensure_ascii=False)
+    has_control_characters = re.search(r"\\u|\x7f", json.dumps(schema, ensure_ascii=False))
+    style = _JSON | {"json_allowed_escapes": f"{_ESCAPES}u"} if has_control_characters else _JSON
+    return "%json " + json.dumps({"x-guidance": style, **schema}, ensure_ascii=False)
 
 
 def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:

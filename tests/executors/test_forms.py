@@ -97,7 +97,7 @@ def test_answers_parse_under_30_grammars(llm):
 
 
 def test_choices_are_taken_as_they_are(llm):
-    choices = ["yes", "no", 'a "quoted" one\n', "größer", "yes or no"]
+    choices = ["yes", "no", 'a "quoted" one\n', "größer", "yes or no", "\x7f"]
     answers = [llm.generate(PROMPT, SamplingParams(choices=choices, temperature=2.0, seed=seed)) for seed in range(12)]
     assert {answer.text for answer in answers} <= set(choices)
     assert len({answer.text for answer in answers}) > 1 and all(each.finish_reason == "stop" for each in answers)

@@ -72,6 +72,15 @@ def test_a_name_that_no_grammar_can_have_is_refused(llm):
         grammar_of(PYTHON, {"f": {"properties": {"class": {}}}}, llm.tokenizer, one_call=True)
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
+def test_a_text_of_any_characters_comes_back(llm, form):
+    value = "a\x7f\x00\x1b \b\t\r\n\u2028\\u0041é漢🙂'\"b"
+    tools = {"f": {"type": "object", "properties": {"x": {"enum": [value]}}, "required": ["x"]}}
+    params = SamplingParams(grammar=grammar_of(form, tools, llm.tokenizer, one_call=True), max_new_tokens=200)
+    ((_, arguments),) = calls_in(llm.generate(PROMPT, params).text, tools)
+    assert json.loads(arguments) == {"x": value}
+
+
 def test_arguments_are_an_object_even_where_a_schema_allows_more(llm):
     """All of the call is certain then."""
     schema = {"type": ["null", "object"], "properties": {"a": {"enum": [1]}}, "required": ["a"]}
