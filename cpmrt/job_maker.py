@@ -69,7 +69,7 @@ class JobMaker:
         return chain(taken, self._numbers)
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, num_begun: int = 0, numbers: Numbers | None = None
+        self, prompt: Prompt, params: SamplingParams, num_begun: int = 0, *, numbers: Numbers | None = None
     ) -> Request:
         """Return what the engine takes: token ids, sampling, length, end tokens and seed made definite.
 
@@ -157,7 +157,7 @@ class JobMaker:
     ) -> list[Generation]:
         """Return the `params.n` generations of a prompt, each with a seed of its own."""
         params = SamplingParams() if params is None else params
-        request = self.request(prompt, params, numbers)
+        request = self.request(prompt, params, numbers=numbers)
         others = (replace(request, seed=request_seed(request.seed, number)) for number in range(1, params.n))
         return [Generation(each) for each in (request, *others)]
 
