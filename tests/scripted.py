@@ -64,11 +64,11 @@ class Running:
 class LazyResult:
     """Carried out only when somebody waits, like a GPU that lags behind its queue.
 
-    `counted`: how long the rows of a decode step were taken to be when it was submitted.
+    `counted`: how long the rows of a decode step were taken to be when it was submitted, and whether that was certain.
     """
 
-    def __init__(self, executor: ScriptedExecutor, counted: tuple[int, ...]):
-        self.executor, self.counted, self.result = executor, counted, None
+    def __init__(self, executor: ScriptedExecutor, counted: tuple[tuple[int, bool], ...]):
+        self.executor, self.counted, self.result, self.is_read = executor, counted, None, False
 
     def is_done(self) -> bool:
         """Whoever asks makes time pass."""
@@ -79,6 +79,7 @@ class LazyResult:
     def wait(self) -> StepResult:
         while self.result is None:
             self.executor.run_one()
+        self.is_read = True
         return self.result
 
 
@@ -95,6 +96,7 @@ class ScriptedExecutor:
         self.queue: deque[tuple[Step, LazyResult]] = deque()
         self.lengths = Lengths(limits.tree_shapes)
         """What the CUDA executor knows of lengths."""
+        self.drafted: list[tuple[Speculate, LazyResult]] = []
         self.steps: list[Step] = []
         self.most_in_flight = 0
         self.closed = False
@@ -107,11 +109,13 @@ class ScriptedExecutor:
         assert not self.closed
         self.steps.append(step)
         self.lengths.add(step)
-        pending = LazyResult(self, tuple(map(self.lengths.of, step.slots)) if isinstance(step, Decode) else ())
+        pending = LazyResult(self, tuple(map(self._counted, step.slots)) if isinstance(step, Decode) else ())
         self.queue.append((step, pending))
+        if isinstance(step, Speculate):
+            self.drafted.append((step, pending))
         in_flight = sum(not isinstance(queued, (Admit, Release)) for queued, _ in self.queue)
         self.most_in_flight = max(self.most_in_flight, in_flight)
-        return pending
+        return self.lengths.followed(step, pending) if isinstance(step, Speculate) else pending
 
     def prompt_logits(self, slot, token_ids):
         raise NotImplementedError
@@ -147,12 +151,18 @@ class ScriptedExecutor:
         rows = zip(step.slots, masks, certain, strict=True)
         return [self._decode(self.running[slot], mask, tokens) for slot, mask, tokens in rows]
 
-    def _check_lengths(self, step: Decode, counted: tuple[int, ...]) -> None:
-        """How long its rows are was known when it was submitted; with drafts, at most."""
-        for slot, certain, known in zip(step.slots, step.certain or ((),) * len(counted), counted, strict=True):
+    def _counted(self, slot: int) -> tuple[int, bool]:
+        self.drafted = [(step, pending) for step, pending in self.drafted if not pending.is_read]
+        return self.lengths.of(slot), not any(slot in step.slots for step, _ in self.drafted)
+
+    def _check_lengths(self, step: Decode, counted: tuple[tuple[int, bool], ...]) -> None:
+        """How long its rows are was known when it was submitted; where drafts are not read yet, at most."""
+        for slot, certain, (known, is_exact) in zip(
+            step.slots, step.certain or ((),) * len(counted), counted, strict=True
+        ):
             running = self.running[slot]
             actual = len(running.tokens) + len(certain)
-            assert running.finished or known == actual or (self._limits.tree_shapes and known > actual)
+            assert running.finished or known == actual or (not is_exact and known > actual)
 
     def _prefill(self, step: Prefill) -> SlotResult:
         running = self.running[step.slot]

@@ -264,9 +264,10 @@ class CudaExecutor:
         if self._speculation is None:
             raise ConfigError("nothing drafts", expected="Decode steps", actual="Speculate", fix="give LLM a draft")
         kinds = (kind for kind in self._forward.tree_kinds if self._lengths.are(kind, step.slots, len(step.slots)))
-        return self._speculation.speculate(
+        answer = self._speculation.speculate(
             self._graphs, step, self._logprobs_of(step.slots), next(kinds, ANY_ROWS)
         )  # fmt: skip
+        return self._lengths.followed(step, answer)
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
         """Logits of every position, float32 [chunk, V] at a time."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,23 @@ from cpmrt.config import EngineConfig, TreeShape
 from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.cuda.step.lengths import Lengths
-from cpmrt.executor import Decode, Prefill, Release, Speculate
+from cpmrt.executor import Decode, Prefill, Release, SlotResult, Speculate, StepResult
 from cpmrt.opening import described
 from cpmrt.ops import SHORT_KEYS, RowKind
 from cpmrt.weights.model_folder import ModelFolder
+
+
+@dataclass(frozen=True)
+class Known:
+    """A step whose result is there."""
+
+    result: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
@@ -47,6 +61,23 @@ def test_rows_are_short_or_long_together() -> None:
     assert not lengths.are(RowKind("short"), (4,), 1) and not lengths.are(RowKind("short"), (0, 1, 4), 4)
     assert lengths.are(RowKind("long"), (4, 5, 6, 7), 4)
     assert not lengths.are(RowKind("long"), (4, 5, 6), 4) and not lengths.are(RowKind("long"), (3, 4, 5, 6), 4)
+
+
+def test_what_was_drafted_counts_until_it_is_known_what_came() -> None:
+    lengths, step = Lengths((TreeShape(2, 4, 12),)), Speculate((3, 5))
+    lengths.add(Prefill(3, (7,) * 10, 0, True))
+    lengths.add(Prefill(5, (7,) * 20, 0, True))
+    results = [StepResult((SlotResult((1, 2)), SlotResult((3,)))), StepResult((SlotResult((4, 5, 6)), SlotResult()))]
+    followed = []
+    for result in results:
+        lengths.add(step)
+        followed.append(lengths.followed(step, Known(result)))
+    assert (lengths.of(3), lengths.of(5)) == (16, 26)
+    assert followed[0].is_done() and followed[0].wait() is followed[0].wait() is results[0]
+    assert (lengths.of(3), lengths.of(5)) == (15, 24)
+    lengths.add(Prefill(5, (7,) * 8, 0, True))
+    followed[1].wait()
+    assert (lengths.of(3), lengths.of(5)) == (15, 8), "the second was of another sequence"
 
 
 def test_rows_are_inside_windows_where_no_multiple_of_sixteen_is_reached() -> None:
