@@ -14,8 +14,9 @@ from cpmrt.engine.checks import check_request, guide_of, late_form_of
 from cpmrt.engine.decode_steps import DecodeSteps
 from cpmrt.engine.flight import StepsInFlight
 from cpmrt.engine.loan import Loan
-from cpmrt.engine.prefix_cache import empty_cache
+from cpmrt.engine.prefix_cache import PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
+from cpmrt.engine.slots import Slots
 from cpmrt.errors import RequestError
 from cpmrt.executor import Admit, Executor, Keep, Prefill, Release, SlotResult, Step, StepResult
 
@@ -56,27 +57,18 @@ class Engine:
         has_states = self.limits.num_snapshots > 0 and not self.limits.tree_shapes
         self._keeps_answer_states = self._keeps_answers and has_states
         self.adaptive = adaptive
-        self.cache = empty_cache(self.limits, is_on=self._uses_cache)
-        """Gives out the KV pages; None where the executor's block tables are fixed."""
+        self.slots = Slots(self.limits, uses_cache=self._uses_cache)
         self._waiting: deque[Sequence | Loan] = deque()
-        self._loans: dict[Loan, None] = {}
-        """Slots that are lent."""
         self.running: list[Sequence] = []
         """The sequences that hold a slot."""
-        self._free_slots = list(range(self.limits.max_sequences))[::-1]
         self._in_flight = StepsInFlight(executor)
         self._decode_steps = DecodeSteps(self.limits, adaptive=adaptive)
         self._last_was_prefill = False
 
     @property
-    def free_slots(self) -> tuple[int, ...]:
-        """The slots that no sequence holds."""
-        return tuple(self._free_slots)
-
-    @property
-    def loans(self) -> tuple[Loan, ...]:
-        """Slots that are lent now."""
-        return tuple(self._loans)
+    def cache(self) -> PrefixCache | None:
+        """What gives out the KV pages; None where the executor's block tables are fixed."""
+        return self.slots.cache
 
     @property
     def remakes_answers(self) -> bool:
@@ -162,22 +154,8 @@ class Engine:
 
     def give_back(self, loan: Loan) -> None:
         """End a loan, lent or still waiting. No effect on one that has ended."""
-        if loan in self._loans:
-            del self._loans[loan]
-            self._free_slots.append(loan.slot)
-            if self.cache and loan.pages:
-                self.cache.release(loan.pages)
-        elif loan in self._waiting:
+        if not self.slots.end(loan) and loan in self._waiting:
             self._waiting.remove(loan)
-
-    def keep(self, loan: Loan, token_ids: tuple[int, ...]) -> None:
-        """Make the full pages of a loan, which hold these tokens by now, known to prompts that begin with them."""
-        if self.cache and loan.pages:
-            self.cache.keep(loan.pages, token_ids, len(token_ids))
-
-    def num_known(self, token_ids: tuple[int, ...]) -> int:
-        """Return for how many of the first tokens there are pages; from another thread a guess."""
-        return self.cache.num_known(token_ids) if self.cache else 0
 
     def close(self) -> None:
         """Cancel whatever runs or waits and close the executor. May be called again."""
@@ -185,12 +163,9 @@ class Engine:
             if isinstance(seq, Sequence):
                 transitions.finish(seq, "cancelled")
         self._waiting.clear()
-        self._loans.clear()
         self.running.clear()
         self._in_flight.clear()
-        # A request from now on shall reach the executor, which refuses it, and not wait for a slot.
-        self._free_slots = list(range(self.limits.max_sequences))[::-1]
-        self.cache = empty_cache(self.limits, is_on=self._uses_cache)
+        self.slots.clear()  # a request from now on shall reach the executor, which refuses it, and not wait for a slot
         self.executor.close()
 
     def _submit_up_to(self, num_steps: int) -> None:
@@ -207,9 +182,9 @@ class Engine:
                 if seq.phase is Phase.PREFILL:
                     self._submit_prefill(seq)
                     return True
-        is_lending = bool(self._loans)
+        is_lending = bool(self.slots.loans)
         may_draft = transitions.may_draft(decoding, self.limits, is_lending)
-        is_alone = len(self.running) == len(self._in_flight) == 1 and not (self._waiting and self._free_slots)
+        is_alone = len(self.running) == len(self._in_flight) == 1 and not (self._waiting and self.slots.free)
         awaits = partial(transitions.awaits_mask, may_draft=may_draft, is_lending=is_lending, is_alone=is_alone)
         if not decoding or any(awaits(seq, num_awaited=self._in_flight.num_awaited) for seq in decoding):
             return False
@@ -239,11 +214,11 @@ class Engine:
 
     def _take_one(self) -> bool:
         """Give a slot to what waits first, and tell whether nothing more is to be submitted for it now."""
-        if not (self._waiting and self._free_slots):
+        if not (self._waiting and self.slots.free):
             return False
         first = self._waiting.popleft()
         if isinstance(first, Loan):
-            self._lend(first)
+            self.slots.lend(first)
             return True
         self.running.append(first)
         try:
@@ -252,16 +227,9 @@ class Engine:
             return True  # the sequence's own stream raises it: another one may be advancing
         return False
 
-    def _lend(self, loan: Loan) -> None:
-        loan.pages = self.cache.acquire(loan.prompt_ids, loan.num_tokens) if self.cache else None
-        loan.slot = self._free_slots.pop()
-        self._loans[loan] = None
-
     def _admit(self, seq: Sequence) -> None:
-        num_tokens = transitions.num_reserved(seq.request, self.limits)
-        slot = self._free_slots.pop()
         seq.started_at = seq.started_at or perf_counter()
-        pages = self.cache.acquire(seq.text, num_tokens) if self.cache else None
+        slot, pages = self.slots.take(seq.text, transitions.num_reserved(seq.request, self.limits))
         self._begin(seq, transitions.admit(seq, slot, pages))
 
     def _begin(self, seq: Sequence, admit: Admit) -> None:
@@ -390,7 +358,7 @@ class Engine:
         try:
             self._guarded(Release(seq.slot), (), ())
         finally:
-            self._free_slots.append(seq.slot)
+            self.slots.put_back(seq.slot)
             if self.cache:
                 transitions.release_pages(seq, self.cache, keeps_answer=self._keeps_answers)
 

@@ -118,7 +118,7 @@ class Prefixes:
             warnings.warn(f"the prefix folder is of no use: {error}", stacklevel=3)
 
     def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
-        return token_ids in self._stored and self._engine.num_known(token_ids) == len(token_ids)
+        return token_ids in self._stored and self._engine.slots.num_known(token_ids) == len(token_ids)
 
     def _fetch(self, folder: PrefixFolder, token_ids: tuple[int, ...]) -> None:
         """Load the pages of these tokens, or write them if they were met before."""

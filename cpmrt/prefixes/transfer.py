@@ -27,7 +27,7 @@ def save(
         loan = job.loan
         assert loan is not None and loan.pages is not None
         yield from _prefilled(engine, slot, block_table, token_ids, loan.pages.num_cached)
-        engine.keep(loan, token_ids)
+        engine.slots.keep(loan, token_ids)
         for pages in runs_of(len(block_table)):
             writer.add(engine.executor.read_pages(block_table[pages.start : pages.stop]))
             yield
@@ -45,7 +45,7 @@ def load(engine: Engine, run: Run, file: PrefixFile) -> None:
             engine.executor.write_pages(block_table[pages.start : pages.stop], contents)
             yield
         assert job.loan is not None
-        engine.keep(job.loan, file.token_ids)
+        engine.slots.keep(job.loan, file.token_ids)
 
     job = Reading(len(file.token_ids), work)
     run(job)

@@ -102,7 +102,7 @@ class Metrics:
         """
         sequences = [job.sequence for job in jobs if job.sequence is not None]
         running = [seq for seq in sequences if seq.phase in _RUNNING]
-        loans = llm.engine.loans if llm is not None else ()
+        loans = llm.engine.slots.loans if llm is not None else ()
         self._running.set(len(running) + len(loans))
         self._waiting.set(len(jobs) - len(running))
         self._ready.set(llm is not None)

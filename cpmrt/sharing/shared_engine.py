@@ -243,7 +243,7 @@ class SharedEngine:
         Raises errors that are no sequence's own, such as a listener's.
         """
         self._run_commands()
-        for loan in self.engine.loans:
+        for loan in self.engine.slots.loans:
             if loan in self._readings:  # others are of tools that drive the engine themselves
                 self._run_reading(loan, self._readings[loan])
         try:

@@ -43,7 +43,7 @@ async def text_of(stream):
 
 
 def is_whole(llm):
-    return llm.shared.is_idle and len(llm.engine.free_slots) == 3 and not llm.engine.cache.pool.num_held
+    return llm.shared.is_idle and len(llm.engine.slots.free) == 3 and not llm.engine.cache.pool.num_held
 
 
 def test_every_method_gives_what_the_blocking_one_gives(llm):

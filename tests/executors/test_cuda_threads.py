@@ -42,7 +42,7 @@ def test_threads_get_what_they_get_alone(settings):
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(call, range(8)))
-        assert llm.shared.is_idle and len(llm.engine.free_slots) == settings.get("max_sequences", 1)
+        assert llm.shared.is_idle and len(llm.engine.slots.free) == settings.get("max_sequences", 1)
         assert llm.engine.cache.pool.num_held == 0
 
 

@@ -82,7 +82,7 @@ def test_a_wrong_prompt_of_many_is_named_before_anything_runs(llm, prompts, para
         return
     with pytest.raises(RequestError, match=says):
         llm.generate(prompts, params)
-    assert llm.shared.is_idle and len(llm.engine.free_slots) == 3
+    assert llm.shared.is_idle and len(llm.engine.slots.free) == 3
 
 
 def test_n_answers_have_seeds_of_their_own(llm):

@@ -37,7 +37,7 @@ def is_whole(llm):
     """Every slot and every page is free again."""
     yield
     assert llm.engine.is_idle and llm.shared.is_idle
-    assert llm.engine.free_slots == (0,) and llm.engine.cache.pool.num_held == 0
+    assert llm.engine.slots.free == (0,) and llm.engine.cache.pool.num_held == 0
 
 
 def in_thread(call):
@@ -66,7 +66,7 @@ def test_answers_of_threads_are_those_alone(checkpoint, max_sequences):
         with ThreadPoolExecutor(6) as pool:
             for _ in range(5):
                 assert list(pool.map(call, range(6))) == [answer.token_ids for answer in alone]
-        assert len(llm.engine.free_slots) == max_sequences and llm.engine.cache.pool.num_held == 0
+        assert len(llm.engine.slots.free) == max_sequences and llm.engine.cache.pool.num_held == 0
 
 
 class Caller:
@@ -131,7 +131,7 @@ def test_random_calls_of_eight_threads(checkpoint, settings, num_calls):
             for done in [pool.submit(Caller(llm, seed, asks, texts).run, num_calls) for seed in range(8)]:
                 done.result(900)
         gc.collect()
-        assert llm.shared.is_idle and len(llm.engine.free_slots) == settings.get("max_sequences", 1)
+        assert llm.shared.is_idle and len(llm.engine.slots.free) == settings.get("max_sequences", 1)
         assert llm.engine.cache.pool.num_held == 0
 
 
@@ -192,7 +192,7 @@ def leave_unread(llm):
 @pytest.mark.parametrize("leave", [leave_by_break, leave_by_del, leave_in_a_cycle, leave_unread])
 def test_a_stream_that_is_left_is_cancelled_at_once(llm, leave):
     leave(llm)
-    assert llm.engine.free_slots == (0,) and not llm.engine.running
+    assert llm.engine.slots.free == (0,) and not llm.engine.running
     assert llm.logits([1, 2]).shape == (2, llm.config.vocab_size)
 
 
@@ -331,7 +331,7 @@ def test_ctrl_c_while_another_thread_drives(checkpoint):
         with pytest.raises(KeyboardInterrupt):
             llm.generate("mine", params)
         assert other.result(20).token_ids == alone
-        assert llm.shared.is_idle and llm.engine.free_slots == (0,)
+        assert llm.shared.is_idle and llm.engine.slots.free == (0,)
 
 
 LIMITS = ExecutorLimits(max_sequences=2, max_context=4096, prefill_chunk=256, run_ahead=2)
@@ -353,7 +353,7 @@ def test_a_fault_reaches_the_caller_that_caused_it(tmp_path):
             for future in futures[1::2]:
                 with pytest.raises(RequestError, match="seed 13"):
                     future.result(20)
-        assert len(llm.engine.free_slots) == 2
+        assert len(llm.engine.slots.free) == 2
 
 
 def test_what_a_listener_raises_costs_nobody_else_a_token(tmp_path):
@@ -369,7 +369,7 @@ def test_what_a_listener_raises_costs_nobody_else_a_token(tmp_path):
         with pytest.raises(ValueError, match="a bug"):
             first.finish()
         assert second.finish().text == "a long answer to it"
-        assert first.completion.finish_reason == "cancelled" and len(llm.engine.free_slots) == 2
+        assert first.completion.finish_reason == "cancelled" and len(llm.engine.slots.free) == 2
 
 
 @pytest.mark.parametrize("kind", [Admit, Decode, Release])

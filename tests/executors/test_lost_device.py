@@ -86,7 +86,7 @@ def test_everybody_hears_of_a_lost_device(checkpoint, slots, counts, kinds, numb
     llm.use(Engine(Fails(llm.executor, kinds, number, at_submit=at_submit)))
     assert ends_of(llm, counts) == ends
     assert ends_of(llm, [3]) == [("error", LOST)], "so does who comes later"
-    assert len(llm.engine.free_slots) == slots and llm.engine.is_idle and llm.engine.cache.pool.num_held == 0
+    assert len(llm.engine.slots.free) == slots and llm.engine.is_idle and llm.engine.cache.pool.num_held == 0
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -95,5 +95,5 @@ def test_a_release_that_fails_once_costs_nobody_anything(checkpoint, number):
     wanted = [llm.generate([5 + index, 6], params(count)).token_ids for index, count in enumerate([3, 9, 4])]
     llm.use(Engine(Fails(llm.executor, Release, number, at_submit=True, is_lost=False)))
     assert ends_of(llm, [3, 9, 4]) == [("length", None)] * 3
-    assert len(llm.engine.free_slots) == 2 and llm.engine.is_idle and llm.engine.cache.pool.num_held == 0
+    assert len(llm.engine.slots.free) == 2 and llm.engine.is_idle and llm.engine.cache.pool.num_held == 0
     assert [llm.generate([5 + index, 6], params(count)).token_ids for index, count in enumerate([3, 9, 4])] == wanted

@@ -67,7 +67,7 @@ def test_a_damaged_weight_is_reported_at_the_first_token(value, sampling):
     ((tokens, error),) = run(engine, Request(PROMPT, sampling, 0, (), 9))
     assert tokens == []
     assert f"position {len(PROMPT)} " in str(error) and "weights" in str(error) and "float16" in str(error)
-    assert engine.is_idle and len(engine.free_slots) == 1
+    assert engine.is_idle and len(engine.slots.free) == 1
 
 
 @pytest.mark.parametrize(("row", "bits", "is_mask"), [
@@ -101,7 +101,7 @@ def test_other_sequences_go_on():
     (found, error), beside = run(engine, *requests)
     assert found == kept and beside == (other, None)
     assert f"position {len(PROMPT) + len(kept)} " in str(error)
-    assert len(engine.free_slots) == 2
+    assert len(engine.slots.free) == 2
     again = run(engine, requests[1], requests[0])
     assert again[0] == (other, None) and again[1][0] == kept, "nothing of it stays behind"
 
@@ -153,7 +153,7 @@ def test_a_mask_that_leaves_nothing_ends_its_own_sequence_alone(place):
     (tokens, error), found = run(engine, formed, other)
     assert (tokens, found) == (whole[:place], beside)
     assert isinstance(error, MaskError) and "logit -infinity" in str(error)
-    assert engine.is_idle and len(engine.free_slots) == 2
+    assert engine.is_idle and len(engine.slots.free) == 2
 
 
 @pytest.fixture(scope="module")

@@ -46,9 +46,9 @@ def steps_of(llm: LLM) -> list[object]:
 def test_a_next_turn_finds_the_answer_and_has_the_same_bits(llm: LLM, folder: Path) -> None:
     prompt = list(range(1, 80))
     text = [*prompt, *llm.generate(prompt, ASKED).token_ids]
-    assert llm.engine.num_known(tuple(text)) == PAGE, "the full page of the prompt"
+    assert llm.engine.slots.num_known(tuple(text)) == PAGE, "the full page of the prompt"
     llm.prepare_next_turn()
-    assert llm.engine.num_known(tuple(text)) == len(text) // PAGE * PAGE == 2 * PAGE
+    assert llm.engine.slots.num_known(tuple(text)) == len(text) // PAGE * PAGE == 2 * PAGE
     second = llm.generate([*text, 5, 6], ASKED)
     assert second.stats.cached_tokens == 2 * PAGE
     with LLM(folder, executor="reference", max_context=1024, prefix_cache=False) as alone:
@@ -94,12 +94,13 @@ def test_a_thread_that_serves_computes_answers_again_between_jobs(llm: LLM) -> N
             texts.append((*asked, *job.completion.token_ids))
             assert asked is other or job.completion.token_ids == tokens
     deadline = time.monotonic() + 20
-    while any(llm.engine.num_known(text) < len(text) // PAGE * PAGE for text in texts) and time.monotonic() < deadline:
+    known = llm.engine.slots.num_known
+    while any(known(text) < len(text) // PAGE * PAGE for text in texts) and time.monotonic() < deadline:
         time.sleep(0.01)
     inbox.put(STOP)
     thread.join(20)
     assert not thread.is_alive()
-    assert [llm.engine.num_known(text) for text in texts] == [len(text) // PAGE * PAGE for text in texts]
+    assert [llm.engine.slots.num_known(text) for text in texts] == [len(text) // PAGE * PAGE for text in texts]
 
 
 def test_a_request_that_comes_while_an_answer_becomes_a_job_is_not_lost(llm: LLM) -> None:
@@ -119,4 +120,4 @@ def test_a_request_that_comes_while_an_answer_becomes_a_job_is_not_lost(llm: LLM
     _, end = shared.next(inbox)
     assert (end.reason, end.error) == ("length", None)
     llm.prepare_next_turn()
-    assert llm.engine.num_known((*range(1, 80), *llm.generate(list(range(1, 80)), ASKED).token_ids)) == 2 * PAGE
+    assert llm.engine.slots.num_known((*range(1, 80), *llm.generate(list(range(1, 80)), ASKED).token_ids)) == 2 * PAGE

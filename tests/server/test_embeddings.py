@@ -67,7 +67,7 @@ def test_more_texts_than_slots_beside_a_stream(demo, client):
     stream.join()
     assert [each.embedding for each in many.data] == [alone[text] for text in TEXTS * 7] and found == [40]
     demo.wait_idle()
-    assert len(demo.engine.llm.engine.free_slots) == 4
+    assert len(demo.engine.llm.engine.slots.free) == 4
 
 
 @pytest.mark.parametrize(("fields", "error", "param"), [

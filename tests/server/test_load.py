@@ -105,7 +105,7 @@ def test_every_answer_under_load_is_the_one_got_alone_and_nothing_leaks():
         print(f"{read} answers read, {left} left")
         assert read >= 10 and left >= 1
         server.wait_idle()
-        assert server.engine.llm.engine.is_idle and len(server.engine.llm.engine.free_slots) == 8
+        assert server.engine.llm.engine.is_idle and len(server.engine.llm.engine.slots.free) == 8
         assert server.metric("cpmrt_sequences_waiting") == server.metric("cpmrt_sequences_running") == 0
         assert server.metric("cpmrt_kv_pages_used") == 0
 
@@ -141,7 +141,7 @@ def test_no_token_is_lost_or_doubled_and_memory_stays_flat(tmp_path):
         server.wait_idle()
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 24 * 1024, f"{grown} KiB more"
-        assert len(server.engine.llm.engine.free_slots) == 16
+        assert len(server.engine.llm.engine.slots.free) == 16
 
 
 @pytest.mark.alone

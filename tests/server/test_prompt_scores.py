@@ -182,7 +182,7 @@ def test_a_client_that_leaves_ends_its_scoring(tmp_path):
         time.sleep(0.3)
         seen = len(chunks)
         time.sleep(0.2)
-        assert len(chunks) == seen < 900 and server.engine.llm.engine.free_slots == (3, 2, 1, 0)
+        assert len(chunks) == seen < 900 and server.engine.llm.engine.slots.free == (3, 2, 1, 0)
         assert server.chat("fine").status_code == 200
 
 

@@ -141,7 +141,7 @@ class Play:
         for step, _ in self.executor.queue:
             if isinstance(step, Speculate) and step.masks:
                 assert step.masks.bits is not None
-            if isinstance(step, Decode) and self.engine.loans:
+            if isinstance(step, Decode) and self.engine.slots.loans:
                 assert all(mask is None or mask.is_filled for mask in step.masks)
 
     def check(self) -> None:

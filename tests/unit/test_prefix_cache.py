@@ -317,7 +317,7 @@ def test_a_borrowed_slot_has_pages_of_its_own():
         assert slot != running.slot and len(table) == 8 and not {*table} & {*running.pages.table}
         assert engine.cache.pool.num_held == 8 + 6
     stream.close()
-    assert engine.cache.pool.num_held == 0 and sorted(engine.free_slots) == [0, 1]
+    assert engine.cache.pool.num_held == 0 and sorted(engine.slots.free) == [0, 1]
 
 
 def test_a_log_with_block_tables_replays(tmp_path):

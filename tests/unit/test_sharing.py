@@ -106,7 +106,7 @@ def check_whole(shared):
     for _ in range(shared.engine.limits.run_ahead):
         shared.engine.advance()  # steps beyond the end of the last sequence
     assert shared.engine.is_idle
-    assert len(shared.engine.free_slots) == shared.engine.limits.max_sequences
+    assert len(shared.engine.slots.free) == shared.engine.limits.max_sequences
     assert shared.engine.cache.pool.num_held == 0
 
 
