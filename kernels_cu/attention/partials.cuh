@@ -87,13 +87,14 @@ DEVICE Partial received_partial(uint32_t out, uint32_t log_sum) {
 // zero again. What the others wrote before is visible: one thread's acquire and release stand for the block, which the
 // barriers order around it.
 DEVICE bool arrives_last(int* arrivals, int expected, int count = 1) {
-  bool is_last = false;
+  __shared__ bool last;
   __syncthreads();
   if (is_first_thread()) {
     int before;
     asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;" : "=r"(before) : "l"(arrivals), "r"(count) : "memory");
-    is_last = before + count == expected;
-    if (is_last) *arrivals = 0;
+    last = before + count == expected;
+    if (last) *arrivals = 0;
   }
-  return __syncthreads_or(is_last);
+  __syncthreads();
+  return last;
 }
