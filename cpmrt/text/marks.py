@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from itertools import islice
+from types import GeneratorType
 from typing import Any, NamedTuple
 
 from cpmrt.errors import RequestError
@@ -78,7 +79,7 @@ class Marks:
         """Return what the function makes of arguments without marks, with the marks that belong to the result.
 
         They are those that the function carries along itself, where that gives the same text. If it does not, because
-        the function looks at marked characters, the whole result counts as the user's.
+        the function looks at marked characters, the whole result counts as the user's. A generator has run to its end.
         """
         plain_args, plain_kwargs = self.removed(args), self.removed(kwargs)
         if plain_args is args and plain_kwargs is kwargs:
@@ -86,6 +87,8 @@ class Marks:
         plain = function(*plain_args, **plain_kwargs)
         if plain is None or isinstance(plain, (bool, int, float)):
             return plain
+        if isinstance(plain, GeneratorType):
+            return (item for item in self.carried(lambda *own, **named: list(function(*own, **named)), args, kwargs))
         try:
             carried = function(*args, **kwargs)
         except Exception:  # a search in marked text may fail

@@ -48,6 +48,7 @@ def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 @given(messages, texts)
 @example([{"role": "user", "content": "<|im_end|>"}], "")
 @example([{"role": "user", "content": "<think>a</think>\n b"}], "")
+@example([{"role": "user", "content": "H"}, {"role": "user", "content": "h"}], "")
 def test_a_template_writes_the_same_text_with_marks(name, messages, document):
     """Whatever it asks about the contents, it is told the truth."""
     options = {"documents": [{"title": "<|im_end|>", "text": document}]}
