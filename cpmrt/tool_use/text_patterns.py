@@ -37,13 +37,14 @@ _FORMATS = {
 }  # fmt: skip
 _ANY = r"(.|\n)*"
 _CDATA_END = rf"{_ANY}\]\]>{_ANY}"
-_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-"""A part of a regular expression: an escape sequence, a class of characters, or a character."""
+_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
+"""A part of a regular expression: an escape sequence, a class of characters, of which the end may be missing, or a
+character."""
 
 
 def is_constrained(schema: Mapping[str, Any]) -> bool:
     """Tell whether a schema of texts allows only some."""
-    return bool({"minLength", "maxLength", "pattern"} & schema.keys()) or schema.get("format") in _FORMATS
+    return bool({"minLength", "maxLength", "pattern"} & schema.keys()) or _format_of(schema) is not None
 
 
 def expression_of(schema: Mapping[str, Any], longest: int) -> str:
@@ -55,13 +56,19 @@ def expression_of(schema: Mapping[str, Any], longest: int) -> str:
     parts = list[str]()
     if schema.get("pattern") is not None:
         parts.append("|".join(map(_matching_whole, _alternatives(schema["pattern"]))))
-    if schema.get("format") in _FORMATS:
-        parts.append(_FORMATS[schema["format"]])
+    if (known := _format_of(schema)) is not None:
+        parts.append(known)
     if not parts:  # to bar brackets takes llguidance much less time than to bar the end of CDATA
         return _terminal(rf"[^\]]{{{least},{max(least, longest) if most is None else most}}}")
     if least or most is not None:
         parts.append(rf"(.|\n){{{least},{'' if most is None else most}}}")
     return " & ".join([*map(_terminal, parts), f"~{_terminal(_CDATA_END)}"])
+
+
+def _format_of(schema: Mapping[str, Any]) -> str | None:
+    """Return the expression of the format that a schema names, None for none that is known."""
+    name = schema.get("format")
+    return _FORMATS.get(name) if isinstance(name, str) else None
 
 
 def _matching_whole(pattern: str) -> str:
