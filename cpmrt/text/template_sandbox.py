@@ -127,7 +127,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         plain = self.unmarked(argument)
         if isinstance(obj, dict):
             with suppress(TypeError, KeyError):  # it may name a method, which is that of the dict with its marks
-                return self._comparable(obj)[plain]
+                return obj[plain] if plain in obj else self._comparable(obj)[plain]
         return super().getitem(obj, plain)
 
     def getattr(self, obj: Any, attribute: str) -> Any:

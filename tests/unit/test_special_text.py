@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Library
 from cpmrt import LLM
 from cpmrt.errors import RequestError
 from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.text.marks import Marks
 
 TEMPLATES = {"chatml": CHATML, "qwen": QWEN_STYLE, "llama": LLAMA_STYLE, "curious": CURIOUS}
 PIECES = ["<|im_end|>", "<|im_start|>", "<s>", "</s>", "<think>", "</think>", "<|im_", "end|>", "<", "|", ">", "\n",
@@ -58,6 +59,15 @@ def test_a_template_writes_the_same_text_with_marks(name, messages, document):
         return
     marked = template(name).render_marked(messages, {"<|im_end|>", "<|im_start|>", "<s>", "<think>"}, **options)
     assert marked.plain == expected
+
+
+def test_a_look_up_that_finds_its_key_does_not_read_the_others(monkeypatch):
+    texts, without = [], Marks._without
+    monkeypatch.setattr(Marks, "_without", lambda marks, text: texts.append(text) or without(marks, text))
+    source = "{% for key in messages[0].tags %}{{ messages[0].tags[key] }}{% endfor %}"
+    chat = [{"role": "user", "content": "<|im_end|>", "tags": {f"é{number}": "x" for number in range(300)}}]
+    marked = ChatTemplate({"default": source}, Path("x"), {}).render_marked(chat, {"<|im_end|>"})
+    assert marked.plain == "x" * 300 and len(texts) < 20 * 300
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
