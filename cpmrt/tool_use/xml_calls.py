@@ -15,13 +15,12 @@ from contextlib import suppress
 from html import unescape
 from typing import Any
 
-from cpmrt.tool_use.calls import Call, Schemas, as_json, listed_types, properties_of, required_of
+from cpmrt.tool_use.calls import DECODER, Call, Schemas, as_json, listed_types, properties_of, required_of
 
 FUNCTION = re.compile(r'([^"]+)"\s*>')
 PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')
 _VALUE_STOP = re.compile(r"</param>|<!\[CDATA\[")
 _CDATA_END = "]]>"
-_DECODER = json.JSONDecoder()
 _JSON_TYPES = {
     type(None): ("null",), bool: ("boolean",), int: ("integer", "number"), float: ("number",), str: ("string",),
     list: ("array",), dict: ("object",),
@@ -83,7 +82,7 @@ def _cdata_end(text: str, at: int, schema: object) -> int:
     """Return where CDATA that begins at a position ends, -1 if it does not. In the JSON of a value nothing ends it."""
     if not is_text(schema):
         with suppress(ValueError, RecursionError):
-            _, end = _DECODER.raw_decode(text, at)
+            _, end = DECODER.raw_decode(text, at)
             if text.startswith(_CDATA_END, end):
                 return end
     return text.find(_CDATA_END, at)
@@ -128,7 +127,7 @@ def _list(value: object) -> list[Any]:
 
 def _literal(text: str) -> Any:
     """Return the value of JSON, or of a Python literal that JSON can express (True, None, ['a']); else the text."""
-    for read in (json.loads, ast.literal_eval):
+    for read in (DECODER.decode, ast.literal_eval):
         try:
             return json.loads(as_json(read(text)))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
