@@ -36,6 +36,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._running: list[Any] = []
         """Cycles of requests whose answers are not complete, the first of which runs."""
+        self.carrier: asyncio.Transport | None = None
+        """What sends the encrypted bytes of `transport`, where that has TLS."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -55,6 +57,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def leave(self) -> None:
         self._leave_at_once()
+
+    def shutdown(self) -> None:
+        if self._has_no_request:
+            self._leave_at_once()
+        else:
+            super().shutdown()
 
     def refuse(self) -> None:
         self.transport.write(_BUSY)
@@ -99,6 +107,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop("write")
         super().resume_writing()
 
+    @property
+    def _has_no_request(self) -> bool:
+        cycle: Any = self.cycle
+        return cycle is None or bool(cycle.response_complete)
+
     def _start(self, timer: str, seconds: float, call: Callable[[], None]) -> None:
         """Start a timer unless it runs."""
         if timer not in self._timers:
@@ -110,15 +123,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _leave_at_once(self) -> None:
         """Close as soon as everything is sent: TLS would wait for an answer of the client first."""
-        if self.transport.get_write_buffer_size():
+        transports = (self.transport, self.carrier or self.transport)
+        if any(transport.get_write_buffer_size() for transport in transports):
             self.transport.close()
         else:
             self.transport.abort()
 
     def _head_is_late(self) -> None:
         self._stop("head")
-        cycle: Any = self.cycle
-        if cycle is None or cycle.response_complete:  # what comes early, during an answer, is waited for
+        if self._has_no_request:  # what comes early, during an answer, is waited for
             self.transport.close()
 
 

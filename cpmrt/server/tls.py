@@ -27,10 +27,10 @@ class TlsProtocol(SSLProtocol):
             asyncio.get_running_loop(), http, context, None,  # type: ignore[arg-type]
             server_side=True, ssl_handshake_timeout=HEAD_TIMEOUT_S,  # type: ignore[arg-type]
         )  # fmt: skip
-        self._all_connections, self._is_in_handshake = all_connections, False
+        self._http, self._all_connections, self._is_in_handshake = http, all_connections, False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._raw = transport
+        self._raw = self._http.carrier = transport
         self._is_in_handshake = True
         super().connection_made(transport)
         self._all_connections.open(self)

@@ -15,6 +15,7 @@ from serving import saying_llm, serving
 
 from cpmrt.server import run, tls
 from cpmrt.server.connections import Connections
+from cpmrt.server.http_protocol import LimitedHttpProtocol
 
 LIMIT = 8
 
@@ -40,9 +41,26 @@ def until(condition, timeout_s=10.0):
         time.sleep(0.01)
 
 
-def connect(server):
+def connect(server, receives=None):
+    """A connection whose kernel holds so many bytes to be read, or as many as it likes."""
     parts = urlsplit(server.url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=10)
+    connection = socket.socket()
+    connection.settimeout(10)
+    if receives:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
+    connection.connect((parts.hostname, parts.port))
+    return connection
+
+
+def trusting():
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def received(connection):
+    """All that comes until the server ends it."""
+    return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 def check_answers(server):
@@ -65,12 +83,39 @@ def test_connections_that_never_begin_their_handshake_make_room(server):
         assert server.connections._count <= LIMIT
 
 
+def test_an_answer_that_is_still_on_its_way_is_sent_to_its_end(server):
+    """It is complete for HTTP, so that its connection is an idle one, while TLS has handed it on to be sent."""
+    request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with ExitStack() as stack:
+        slow = stack.enter_context(trusting().wrap_socket(connect(server, receives=4096)))
+        until(lambda: [type(each) for each in server.connections._idle] == [LimitedHttpProtocol])
+        (protocol,) = server.connections._idle
+        protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        slow.sendall(request)
+        until(lambda: protocol.carrier.get_write_buffer_size() and protocol in server.connections._idle)
+        for _ in range(LIMIT):
+            stack.enter_context(trusting().wrap_socket(connect(server)))
+        until(lambda: protocol not in server.connections._idle)
+        head, _, body = received(slow).partition(b"\r\n\r\n")
+        assert f"content-length: {len(body)}".encode() in head.lower()
+
+
+def test_a_server_that_ends_does_not_wait_for_idle_clients(tmp_path, certificate):
+    cert, key = certificate
+    with ExitStack() as stack:
+        with serving(lambda: saying_llm(tmp_path, lambda prompt: "ok"), ssl_certfile=cert, ssl_keyfile=key) as server:
+            server.client.close()
+            for _ in range(3):
+                stack.enter_context(trusting().wrap_socket(connect(server)))
+            check_answers(server)
+            begun = time.monotonic()
+        assert time.monotonic() - begun < 2
+
+
 def test_idle_clients_that_never_answer_make_room_at_once(server):
-    trust = ssl.create_default_context()
-    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
     with ExitStack() as stack:
         for _ in range(3 * LIMIT):
-            stack.enter_context(trust.wrap_socket(connect(server)))
+            stack.enter_context(trusting().wrap_socket(connect(server)))
         until(lambda: server.connections._count == LIMIT)
         check_answers(server)
 
