@@ -30,10 +30,10 @@ class StepLog:
 
 def read_steps(path: Path) -> Iterator[tuple[Step, StepResult]]:
     """Yield the steps of a log with their recorded results. Raises ConfigError naming the line that is not one."""
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8"))
                 yield _step(record), StepResult(tuple(_slot_result(entry) for entry in record["result"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"{path}, line {number}: not a step ({error})") from error

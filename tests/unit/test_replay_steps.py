@@ -56,13 +56,13 @@ def test_another_result_is_named(logged, capsys):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    (None, "cannot be read: No such file"), ("", "expected a step a line, got an empty file"),
-    ("{}\n", "line 1: not a step"),
+    (None, "cannot be read: No such file"), (b"", "expected a step a line, got an empty file"),
+    (b"{}\n", "line 1: not a step"), (b"\xae\n", "line 1: not a step"),
 ])  # fmt: skip
 def test_what_is_no_log_is_refused_on_one_line(tmp_path, capsys, text, message):
     log = tmp_path / "log"
     if text is not None:
-        log.write_text(text)
+        log.write_bytes(text)
     assert replay_steps.main([str(log)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("replay_steps.py: error: ") and message in err and err.count("\n") == 1
