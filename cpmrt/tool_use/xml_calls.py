@@ -70,7 +70,8 @@ def read_param(text: str, at: int, schema: object) -> tuple[str, int]:
         if stop[0] == "</param>":
             is_quoted = len(parts) > len(plain) and not "".join(plain).strip()
             return "".join(parts[1::2]) if is_quoted else "".join(parts).strip(), stop.end()
-        end = _cdata_end(text, stop.end(), schema)
+        may_be_json = len(parts) == 1 and not parts[0].strip() and not is_text(schema)
+        end = _cdata_end(text, stop.end(), may_be_json=may_be_json)
         if end < 0:
             break
         parts.append(text[stop.end() : end])
@@ -78,9 +79,9 @@ def read_param(text: str, at: int, schema: object) -> tuple[str, int]:
     raise ValueError("a value without its end")
 
 
-def _cdata_end(text: str, at: int, schema: object) -> int:
+def _cdata_end(text: str, at: int, *, may_be_json: bool) -> int:
     """Return where CDATA that begins at a position ends, -1 if it does not. In the JSON of a value nothing ends it."""
-    if not is_text(schema):
+    if may_be_json:
         with suppress(ValueError, RecursionError):
             _, end = DECODER.raw_decode(text, at)
             if text.startswith(_CDATA_END, end):

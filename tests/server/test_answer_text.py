@@ -155,6 +155,7 @@ def test_json_calls():
     ('f"><param name="z"><![CDATA[{"a": ["]]>", "\\""]}]]></param><param name="a">1</param>',
      {"z": {"a": ["]]>", '"']}, "a": 1}),
     ('f"><param name="z">\n<![CDATA[["]]>\n</param>', {"z": '["'}),
+    ('f"><param name="z">x<![CDATA["]]>"]]></param>', {"z": 'x""]]>'}),
     ('f"><param name="b"><![CDATA["]]>"</param>', {"b": '""'}),
     ('f"><param name="c">null</param>', {"c": None}),
     ('f"><param name="c">12</param>', {"c": "12"}),
@@ -170,6 +171,12 @@ def test_xml_calls(text, arguments):
     made = message(list(f'<function name="{text}</function> after'))
     assert [call["function"] for call in made["tool_calls"]] == [{"name": name, "arguments": written}]
     assert made["content"] == " after"
+
+
+def test_a_value_of_many_parts_is_soon_read():
+    begun = time.perf_counter()
+    ((_, written),) = read_xml_call('f"><param name="z">' + "<![CDATA[x]]>" * 80_000 + "</param>", SCHEMAS)
+    assert json.loads(written) == {"z": "x" * 80_000} and time.perf_counter() - begun < 3
 
 
 @pytest.mark.parametrize("text", [
