@@ -282,7 +282,7 @@ class CudaExecutor:
     ) -> Iterator[F32]:
         """Run a prompt chunk after chunk in a slot that nobody holds, and yield what `read` makes of so many rows."""
         self._layout.check_table(block_table)
-        self._check_open()
+        self._begin_beside_steps()
         with device_faults():
             self._prompts.set_table(slot, block_table)
             self._slot_states.begin(slot, None)
@@ -296,13 +296,13 @@ class CudaExecutor:
 
     def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
         """Return what pages hold after all steps so far, by cache: [layers, pages, ...]."""
-        self._check_open()
+        self._begin_beside_steps()
         with device_faults():
             return read_pages(self.plan.paged(self._arrays), pages, self.stream)
 
     def write_pages(self, pages: Sequence[int], contents: Mapping[str, Array]) -> None:
         """Fill pages, for the steps that are submitted from now on."""
-        self._check_open()
+        self._begin_beside_steps()
         with device_faults():
             write_pages(self.plan.paged(self._arrays), pages, contents, self.stream)
 
@@ -330,6 +330,11 @@ class CudaExecutor:
         if self._closed:
             raise NoDeviceError("the executor is closed", fix="make a new LLM")
         self._make_current()
+
+    def _begin_beside_steps(self) -> None:
+        """Start the steps that wait to be launched: they may still write to a slot or a page that is free by now."""
+        self._check_open()
+        self._graphs.flush()
 
     def _make_current(self) -> None:
         """Make the device current in the calling thread: unlike the runtime's calls, the driver's need that."""

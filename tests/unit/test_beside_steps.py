@@ -1,0 +1,63 @@
+"""What the CUDA executor does beside steps comes behind those that wait to be launched, without a device."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from threading import local
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cpmrt.cuda.driver.graphs import LaunchQueue
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The executor's module, with a CuPy of which only names are asked; imported for this test alone."""
+    error = type("Error", (Exception,), {})
+    cuda = SimpleNamespace(
+        runtime=SimpleNamespace(CUDARuntimeError=error), driver=SimpleNamespace(CUDADriverError=error)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, ndarray=np.ndarray))
+    monkeypatch.delitem(sys.modules, "cpmrt.cuda.executor", raising=False)
+    found = importlib.import_module("cpmrt.cuda.executor")
+    monkeypatch.delitem(sys.modules, "cpmrt.cuda.executor")
+    return found
+
+
+@pytest.fixture
+def executor(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An executor whose `done` says in which order things reach the stream; steps wait for three others like them."""
+    made, done = object.__new__(module.CudaExecutor), list[str]()
+
+    def note(what: str, result: Any = None) -> Callable[..., Any]:
+        return lambda *_: (done.append(what), result)[1]
+
+    made._closed, made._threads = False, local()
+    made._threads.is_current = True
+    made._layout = made._slot_states = SimpleNamespace(check_table=lambda table: None, begin=note("state"))
+    made._prompts = SimpleNamespace(set_table=note("table"), run=note("chunk"), logits=note("logits", np.zeros(1)))
+    made._limits, made._buckets = SimpleNamespace(prefill_chunk=64), (64,)
+    made.plan, made._arrays, made.stream = SimpleNamespace(paged=lambda arrays: arrays), {}, None
+    made._graphs, made.done = LaunchQueue(note("step"), 4), done
+    monkeypatch.setattr(module, "read_pages", note("read"))
+    monkeypatch.setattr(module, "write_pages", note("write"))
+    return made
+
+
+@pytest.mark.parametrize(("begin", "expected"), [
+    (lambda executor: list(executor.prompt_logits(0, (1, 2, 3), (5,))), ["table", "state", "chunk", "logits"]),
+    (lambda executor: executor.read_pages([5]), ["read"]),
+    (lambda executor: executor.write_pages([5], {}), ["write"]),
+], ids=["prompt", "read", "write"])  # fmt: skip
+def test_steps_that_wait_are_launched_before(executor: Any, begin: Callable[[Any], Any], expected: list[str]) -> None:
+    """A sequence was cancelled whose last steps wait: they write to its slot and its pages, which others have now."""
+    for _ in range(3):
+        executor._graphs.add("decode", (0,))
+    assert not executor.done
+    begin(executor)
+    assert executor.done == ["step"] * 3 + expected
