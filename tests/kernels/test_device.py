@@ -70,6 +70,7 @@ def test_a_unified_board_reports_what_the_host_has(monkeypatch: pytest.MonkeyPat
     [
         ({"driver": 0}, r"no NVIDIA driver \(libcuda\.so\.1\); install the driver"),
         ({"driver": 12080}, r"expected CUDA 13\.0 or newer, got CUDA 12\.8; .*cupy-cuda12x"),
+        ({"driver": 11040}, r"expected CUDA 13\.0 or newer, got CUDA 11\.4; update the driver$"),
         ({"count": CUDARuntimeError("cudaErrorNoDevice: none")}, r"no GPU answers: got cudaErrorNoDevice.*nvidia-smi"),
         ({"count": CUDARuntimeError("cudaErrorUnknown: 999")}, r"no GPU answers: got cudaErrorUnknown"),
         ({"count": 0}, "this process sees no GPU; check CUDA_VISIBLE_DEVICES"),
@@ -136,6 +137,15 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     driver_library(monkeypatch, is_there=True)
     with pytest.raises(NoDeviceError, match=r"CuPy cannot be imported .*pip install .*cupy-cuda13x"):
+        open_device()
+
+
+def test_without_the_bindings_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy installs none of its own."""
+    stand_in(monkeypatch)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.delitem(sys.modules, "cuda.bindings.driver", raising=False)
+    with pytest.raises(NoDeviceError, match=r"bindings cannot be imported .*pip install .*cuda-bindings==13"):
         open_device()
 
 

@@ -25,6 +25,8 @@ _PORTABLE_CAPABILITY, _PORTABLE_SHARED_BYTES = 86, 101376
 
 
 _OVER_HALF_BYTES = 1024
+_OLDEST_SERIES = 12
+"""The first major version of CUDA that there is an extra for."""
 _FIRST = 0
 """The index of the GPU that cpmrt uses. CUDA_VISIBLE_DEVICES says which one that is."""
 
@@ -120,14 +122,21 @@ def _usable_driver(runtime: ModuleType) -> tuple[int, int]:
     driver, built_for = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     if not driver:
         raise _no_driver()
-    if driver // 1000 < built_for // 1000:
+    series, needed = driver // 1000, built_for // 1000
+    if series < needed:
+        older = f", or: {install_extra(f'cuda{series}')}" if series >= _OLDEST_SERIES else ""
         raise NoDeviceError(
             "the NVIDIA driver is too old for the installed CuPy",
-            expected=f"CUDA {built_for // 1000}.0 or newer",
-            actual=f"CUDA {driver // 1000}.{driver % 1000 // 10}",
-            fix=f"update the driver, or: {install_extra(f'cuda{driver // 1000}')}",
+            expected=f"CUDA {needed}.0 or newer",
+            actual=f"CUDA {series}.{driver % 1000 // 10}",
+            fix=f"update the driver{older}",
         )
-    return driver // 1000, driver % 1000 // 10
+    try:
+        importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        fix = install_extra(f"cuda{needed}")
+        raise NoDeviceError(f"the driver's bindings cannot be imported ({error})", fix=fix) from None
+    return series, driver % 1000 // 10
 
 
 def _no_driver() -> NoDeviceError:
