@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.driver.faults import checked, device_fault
+from cpmrt.cuda.driver.faults import checked, device_fault, device_faults
 from cpmrt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,13 +47,16 @@ class Graphs:
         self._error: type[Exception] = CUDARuntimeError
 
     def add(self, key: Hashable, launches: Callable[[], None]) -> None:
-        """Capture `launches`, which must have run before: a capture may neither load modules nor allocate."""
+        """Capture `launches`, which must have run before: a capture may neither load modules nor allocate.
+
+        Raises MemoryPlanError where the device has no room for the graph, DeviceError after a fault.
+        """
         self._sequences[key] = launches
         if not self._enabled:
             return
         parts: list[Callable[[], None]] = []
         self._captured[key] = self._parts = parts
-        with self._stream:
+        with device_faults(), self._stream:
             self._stream.begin_capture()
             try:
                 launches()

@@ -8,6 +8,7 @@ from typing import Any
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.load.tables import fill
 from cpmrt.cuda.step.forward import StepForward
@@ -18,12 +19,12 @@ from cpmrt.ops import ANY_ROWS
 
 def run_on_padding(launcher: Launcher, graphs: Graphs, slots: DeviceArray, forward: Callable[[], None]) -> None:
     """Compile what a forward needs that no step has run yet, and run it once on padding rows, which loads it. `slots`:
-    those of its rows."""
+    those of its rows. Raises MemoryPlanError, DeviceError, KernelCompileError."""
     with launcher.recording() as modules:
         forward()
     launcher.modules.compile(modules)
     graphs.flush()
-    with launcher.stream:
+    with device_faults(), launcher.stream:
         fill(slots, -1)
     forward()
 

@@ -1,0 +1,81 @@
+"""Graphs that are captured while others run, without a device: what a failure says."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.step.launches import run_on_padding
+from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError
+
+NO_MEMORY, FAULT = 2, 700
+
+
+class CudaError(Exception):
+    """What CuPy raises where a call of the runtime fails."""
+
+    def __init__(self, status: int):
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class Stream:
+    """Captures nothing; the call named `fails_at` fails with `status`."""
+
+    def __init__(self, fails_at: str = "", status: int = 0):
+        self._fails_at, self._status = fails_at, status
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    def begin_capture(self) -> None:
+        self.call("begin_capture")
+
+    def end_capture(self) -> Any:
+        self.call("end_capture")
+        return SimpleNamespace(upload=lambda stream: self.call("upload"), launch=lambda stream: None)
+
+    def call(self, name: str) -> None:
+        if name == self._fails_at:
+            raise CudaError(self._status)
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = SimpleNamespace(CUDARuntimeError=CudaError)
+    cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(CUDADriverError=type("Other", (Exception,), {})))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.runtime", runtime)
+
+
+@pytest.mark.parametrize("call", ["begin_capture", "end_capture", "upload"])
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [(NO_MEMORY, MemoryPlanError, "less free memory"), (FAULT, DeviceError, "the GPU failed")],
+)
+def test_a_capture_that_fails_says_why(call: str, status: int, error: type[CpmrtError], message: str) -> None:
+    """The first step under a form captures its graph when the server has long been running."""
+    graphs = Graphs(Stream(call, status), enabled=True)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        graphs.add("step", lambda: None)
+
+
+def test_what_runs_before_a_capture_says_so_too() -> None:
+    def set_values(values: Any) -> None:
+        raise CudaError(FAULT)
+
+    launcher: Any = SimpleNamespace(
+        recording=Stream, stream=Stream(), modules=SimpleNamespace(compile=lambda modules: None)
+    )
+    slots: Any = SimpleNamespace(shape=(2,), dtype="int32", set=set_values)
+    graphs: Any = SimpleNamespace(flush=lambda: None)
+    with pytest.raises(DeviceError, match="the GPU failed"):
+        run_on_padding(launcher, graphs, slots, lambda: None)
