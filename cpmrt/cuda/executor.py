@@ -233,6 +233,8 @@ class CudaExecutor:
         self._masked.run_decode(_at_least(len(masks), self._masked_counts))
 
     def _submit_prefill(self, step: Prefill) -> Pending:
+        if step.is_last and step.mask is not None:
+            self._masked.prepare_first()
         self._rings.write(step)
         bucket = _at_least(len(step.token_ids), self._buckets)
         self._graphs.run(("prefill", bucket))
@@ -367,6 +369,7 @@ class CudaExecutor:
         self._modules.compile(modules)
         self._every_shape()
         self._steps.load(loops=loops)
+        self._slot_states.load()
         if self._speculation is not None:
             self._speculation.load()
         self.stream.synchronize()

@@ -34,8 +34,9 @@ class Ring:
         self.address, self.written = np.uint64(3), list[int]()
         addresses = np.uint64(4), np.uint64(5)
         self.masks = SimpleNamespace(
-            addresses=addresses, num_rows=64, num_words=9, write_nodes=lambda _, count, left: self.written.append(count)
-        )
+            addresses=addresses, num_rows=64, num_words=9, forget=lambda number: None,
+            write_nodes=lambda _, count, left: self.written.append(count),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,11 @@ class SlotStates:
         """Return what the copies are compiled from."""
         return ((COPY_STATE.file, {}),) if self._states else ()
 
+    def load(self) -> None:
+        """Load the kernel without running it: an admission that fails when its command is launched cannot be undone."""
+        if self._states:
+            self._launch.modules.kernel(COPY_STATE, {})
+
     def begin(self, slot: int, snapshot: int | None) -> None:
         """Begin a slot's states as those of a snapshot, or at zero."""
         for states, snapshots in self._states:

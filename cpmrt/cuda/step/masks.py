@@ -16,6 +16,7 @@ from cpmrt.errors import MaskError
 from cpmrt.executor import MAX_ROWS, Mask, TreeMasks
 
 _CUT, _ANY, _MASKED = 0, 1, 2
+_FIRST = "first under a mask"
 _PATIENCE_S = 10.0
 """The time after which the device ends a sequence whose nodes have no masks yet."""
 
@@ -44,11 +45,17 @@ class MaskRing:
 
         The command that had its place in the ring must be answered.
         """
+        self.forget(number)
         for row, mask in enumerate(masks):
             if mask is None or mask.is_filled:
                 self._write(number, row, None if mask is None else mask.bits)
             else:
                 mask.on_fill = partial(self._write, number, row)
+
+    def forget(self, number: int) -> None:
+        """Have no row of command `number` a mask yet: a command of this number may have failed before it was launched,
+        and have left some."""
+        self._ready_words[(number - 1) % RING_ENTRIES] = 0
 
     def write_nodes(self, number: int, num_nodes: int, left: Mapping[int, bytes | None]) -> None:
         """Write the masks of the nodes of command `number` that are left; the others are cut."""
@@ -114,6 +121,7 @@ class MaskedTree:
         self._ring, self._number, self._num_nodes, self._masks = ring, number, num_nodes, masks
         self._is_written = False
         self._called_at = perf_counter()
+        ring.masks.forget(number)
         masks.on_let_go = self._let_go
 
     def __call__(self) -> bool:
@@ -165,12 +173,20 @@ class MaskedGraphs:
             self._prepare(num_rows)
         self._run(key, partial(self._decode, num_rows))
 
+    def prepare_first(self) -> None:
+        """Capture what `run_first` starts. It may fail, which must be before the prompt's last chunk takes its command:
+        host and device count commands apart."""
+        self._capture(_FIRST, self._first)
+
     def run_first(self) -> None:
         """Start what gives the token behind a prompt, after the graph of its last chunk."""
-        self._run("first under a mask", self._first)
+        self._run(_FIRST, self._first)
 
     def _run(self, key: Hashable, launches: Callable[[], None]) -> None:
+        self._capture(key, launches)
+        self._graphs.run(key)
+
+    def _capture(self, key: Hashable, launches: Callable[[], None]) -> None:
         if key not in self._captured:
             self._graphs.add(key, launches)
             self._captured.add(key)
-        self._graphs.run(key)
