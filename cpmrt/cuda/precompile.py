@@ -25,6 +25,7 @@ from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import step_modules
 from cpmrt.cuda.step.memory import buckets, certain_rows, row_counts
 from cpmrt.errors import ConfigError
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import PREFIX, Draft
 from cpmrt.opening import Blueprint
@@ -118,6 +119,9 @@ def _record(
     forward.every_shape(chunks, row_counts(settings.max_sequences))
     for count in row_counts(certain_rows(config, settings, plan.caches)):  # once an answer has a form
         forward.decode(count)
+    rows = len(arrays["x"])
+    for count in filter(None, {MAX_ROWS, rows % MAX_ROWS}):  # once a prompt's logits are asked for
+        forward.head(arrays["logits"][:count], arrays["x"][:count])
     if draft is not None:
         own = draft_forward(draft, plan.draft_caches, device, launcher, gemm, arrays)
         every_shape(draft, forward, own, chunks, most_sequences(draft, plan.caches))

@@ -55,17 +55,28 @@ def test_every_module_has_the_sizes_that_a_kernel_of_it_needs(arch: str, shape: 
     assert any(file.startswith("attention/prefill_attention") for file in used)
 
 
+def tiles_of(modules: list[tuple[str, Mapping[str, int]]], *, is_head: bool = False) -> set[int]:
+    """Tiles of eight rows that the products of layers take, or that of the head."""
+    return {sizes["TOKEN_TILES"] for file, sizes in modules if file == LINEAR and (sizes["LINEAR"] == 3) == is_head}
+
+
 @pytest.mark.parametrize(("max_sequences", "tiles"), [(1, {1, 2, 4}), (2, {1, 2, 4, 8}), (64, {1, 2, 4, 8})])
 def test_the_settings_decide_which_steps_there_are(max_sequences: int, tiles: set[int]) -> None:
     """Steps whose slots bring certain tokens among them."""
-    modules = wanted(max_sequences=max_sequences)
-    assert {sizes["TOKEN_TILES"] for file, sizes in modules if file == LINEAR} == tiles
+    assert tiles_of(wanted(max_sequences=max_sequences)) == tiles
 
 
 @pytest.mark.parametrize(("max_sequences", "tiles"), [(1, {1}), (8, {1}), (16, {1, 2})])
 def test_a_recurrent_state_takes_a_token_a_step(max_sequences: int, tiles: set[int]) -> None:
-    modules = wanted(config=ModelConfig.from_hf(shape_config(RECURRENT)), max_sequences=max_sequences)
-    assert {sizes["TOKEN_TILES"] for file, sizes in modules if file == LINEAR} == tiles
+    config = ModelConfig.from_hf(shape_config(RECURRENT))
+    assert tiles_of(wanted(config=config, max_sequences=max_sequences)) == tiles
+
+
+@pytest.mark.parametrize(("chunk", "tiles"), [(512, {1, 8}), (4096, {1, 8}), (4120, {1, 4, 8})])
+def test_the_logits_of_a_prompt_have_the_head_of_many_rows(chunk: int, tiles: set[int]) -> None:
+    """64 at a time, whatever steps there are; of a chunk beyond 4,096 also what is left over, here 24."""
+    config = ModelConfig.from_hf(shape_config(RECURRENT))
+    assert tiles_of(wanted(config=config, prefill_chunk=chunk), is_head=True) == tiles
 
 
 QUANTISED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": True}
@@ -194,7 +205,7 @@ def test_wishes_for_the_draft_decide_its_modules(asked: list[Any]) -> None:
     packed = built(asked, *shape, "--draft", "eagle2", "--draft-weight-bits", "4")
     assert {sizes["LINEAR"] for file, sizes in packed if file == PACKED} == {0, 1, 2}
     trees = built(asked, *shape, "--draft", "lookup", "--tree-size", "12")
-    assert {sizes["TOKEN_TILES"] for file, sizes in trees if file == LINEAR} == {1, 2, 4}
+    assert tiles_of(trees) == {1, 2, 4}
     assert built(asked, *shape, "--draft", "eagle2", "--speculate", "off") == built(asked, *shape)
 
 
