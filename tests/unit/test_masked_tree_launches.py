@@ -13,6 +13,7 @@ from unit.test_inner_draft_launches import opened
 from unit.test_several_drafts import blueprint_of
 
 from cpmrt.cuda.draft import speculation as under_test
+from cpmrt.errors import MemoryPlanError
 from cpmrt.executor import TreeMasks
 
 __all__ = ["blueprint_of"]
@@ -59,3 +60,28 @@ def test_every_node_has_a_mask(
         assert given["report_tree"][-1] == given["sample_masked_tree"][4].shape[0] == shape.num_nodes
         masks.let_go()
         assert tree._ring.written[-1] == shape.num_nodes
+
+
+@pytest.mark.parametrize("name", ["eagle2", "lookup"])
+def test_what_could_not_be_captured_is_captured_by_the_next_step(
+    blueprint_of: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A step submitted later may come while a tree waits for its masks, when nothing must be captured."""
+    monkeypatch.setattr(under_test, "TreeRing", Ring)
+    blueprint = blueprint_of(name)
+    _, speculation = opened(blueprint)
+    num_waiting, graphs = under_test.waiting_rows(blueprint.draft), HeldGraphs()
+    names = [("speculate under masks", shape, num_waiting) for shape in range(len(blueprint.draft.shapes))]
+
+    def add(key: Hashable, launches: Callable[[], None]) -> None:
+        if key == names[1]:
+            raise MemoryPlanError("the GPU has less free memory than was planned for")
+        graphs[key] = launches
+
+    full: Any = SimpleNamespace(add=add)
+    with pytest.raises(MemoryPlanError):
+        speculation._start_masked(full, 1, num_waiting, TreeMasks())
+    assert [*graphs] == names[:1]
+    masked: Any = graphs
+    speculation._start_masked(masked, 1, num_waiting, TreeMasks())
+    assert [*graphs] == names

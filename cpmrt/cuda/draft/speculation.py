@@ -195,16 +195,17 @@ class Speculation:
         """Start a step under masks. The first one captures the graphs of all shapes: later ones may be submitted while
         a tree waits for its masks, and a capture might wait for the device. Where more tokens wait nothing is in
         flight: such a step's graph is captured when it is first needed."""
-        if self._masked_ring is None:
-            self._masked_ring = TreeRing(self._vocab_size)
-            for number in range(len(self._draft.shapes)):
-                self._capture_masked(graphs, number, waiting_rows(self._draft))
+        ring = self._masked_ring = self._masked_ring or TreeRing(self._vocab_size)
+        few = waiting_rows(self._draft)
+        for number in range(len(self._draft.shapes)):
+            if (number, few) not in self._captured:  # mostly all are, unless a capture failed
+                self._capture_masked(graphs, number, few)
         if (shape, num_rows) not in self._captured:
             assert self._forward is not None
             waiting = partial(self._forward.waiting, num_rows)
             run_on_padding(self._launcher, graphs, self._arrays["draft_slots"], waiting)
             self._capture_masked(graphs, shape, num_rows)
-        tree = MaskedTree(self._masked_ring, self._rings.next_number, self._draft.shapes[shape].num_nodes, masks)
+        tree = MaskedTree(ring, self._rings.next_number, self._draft.shapes[shape].num_nodes, masks)
         graphs.run(("speculate under masks", shape, num_rows))
         return tree
 
