@@ -25,8 +25,8 @@ def plain():
 
 @pytest.fixture(scope="module", params=[
     {}, {"draft": "lookup", "speculate": {"shapes": [(4, 1, 5)], "adaptive": False}},
-    {"draft": "eagle2", "speculate": CHAIN_AND_TREES}, {"draft": "eagle3"},
-], ids=["plain", "lookup", "eagle2", "adaptive"])  # fmt: skip
+    {"draft": "eagle2", "speculate": CHAIN_AND_TREES}, {"draft": "eagle3"}, {"lm_head_screen": True},
+], ids=["plain", "lookup", "eagle2", "adaptive", "screened"])  # fmt: skip
 def looping(request):
     with LLM(executor="cuda", max_sequences=4, steps_per_launch=8, **request.param) as llm:
         yield llm

@@ -82,6 +82,17 @@ def test_an_answer_of_a_screened_step_has_its_count_of_tokens_too(device):
     assert plain.wait().num_rescored is None
 
 
+def test_a_screened_step_that_was_not_run_any_more_has_no_count(device):
+    """The last sequence of a launch of several steps ended before this one, whose head counts nothing then."""
+    device.rings.write_slots(DECODE, (1, 3))
+    answer = device.rings.sent(2, (0, 0), is_screened=True)
+    device.answer(1, NO_TOKEN)
+    assert not answer.is_done()
+    device.answer(1, NO_TOKEN, NO_TOKEN)
+    assert answer.is_done(), "whoever waits for the count waits for ever"
+    assert answer.wait().slots == (SlotResult(), SlotResult()) and answer.wait().num_rescored is None
+
+
 def test_slots_that_bring_certain_tokens_have_the_answer_of_their_newest_row(device):
     certain = ((41, 42), (), (43,))
     device.rings.write_certain((2, 0, 1), certain)

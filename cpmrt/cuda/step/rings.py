@@ -103,8 +103,8 @@ class Rings:
 
         `num_words` words answer it, as many for each slot. `num_logprobs`: what each sequence
         asked for, empty if there are no results. `help_along` is called while somebody waits, as long as it returns
-        True: it launches a step that still waits, or says what the nodes of a tree may be. `is_screened`: the last word
-        of the record says how many tokens a screened head computed exactly.
+        True: it launches a step that still waits, or says what the nodes of a tree may be. `is_screened`: if there are
+        tokens, the last word of the record says how many of all a screened head computed exactly.
         """
         number = self._last_number = self._last_number + 1
         place = (number - 1) % RING_ENTRIES
@@ -165,7 +165,9 @@ class Answer:
     def is_done(self) -> bool:
         if self._result is None:
             tokens = answered_tokens(self._words, self._number, self._num_words)
-            rescored = answered_tokens(self._words[-1:], self._number, 1) if self._is_screened else []
+            # A launch of several steps may end before this one: then its head has not run, and counted nothing.
+            has_count = self._is_screened and tokens is not None and any(token != NO_TOKEN for token in tokens)
+            rescored = answered_tokens(self._words[-1:], self._number, 1) if has_count else []
             if tokens is None or rescored is None:
                 self._go_on()
                 return False
