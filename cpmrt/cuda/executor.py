@@ -58,7 +58,7 @@ from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
 from cpmrt.opening import Blueprint
-from cpmrt.ops import ANY_ROWS, RowKind
+from cpmrt.ops import RowKind
 
 if TYPE_CHECKING:
     from cpmrt.cuda.draft.speculation import Speculation
@@ -133,7 +133,7 @@ class CudaExecutor:
         self._forward = StepForward(
             self.config, device, launcher, self._gemm, self._arrays, plan.caches, taps, self._rings.addresses[1]
         )
-        self._own_kinds = {count: self._forward.own_kinds(count) for count in self._row_counts}
+        self._row_kinds = {count: self._forward.row_kinds(count) for count in self._row_counts}
         self._prompts = PromptPasses(self.config, self._forward, self._arrays, self._dtype, self.stream)
         self._slot_states = SlotStates(launcher, plan.caches.states(self._arrays))
         self._steps = StepKernels(launcher, self.config, self._arrays, self._rings, device)
@@ -209,8 +209,7 @@ class CudaExecutor:
         num_rows = _at_least(len(slots), self._row_counts)
         if self._forward.screens(num_rows) and self._screened.issuperset(slots):
             return "screened", num_rows
-        kinds = (kind for kind in self._own_kinds[num_rows] if self._lengths.are(kind, slots, num_rows))
-        return "decode", num_rows, next(kinds, ANY_ROWS)
+        return "decode", num_rows, self._lengths.narrowest(self._row_kinds[num_rows], slots, num_rows)
 
     def _submit_masked(self, step: Decode) -> Pending:
         """Start a decode step some of whose slots have masks or bring certain tokens."""
@@ -265,10 +264,8 @@ class CudaExecutor:
     def _submit_speculate(self, step: Speculate) -> Pending:
         if self._speculation is None:
             raise ConfigError("nothing drafts", expected="Decode steps", actual="Speculate", fix="give LLM a draft")
-        kinds = (kind for kind in self._forward.tree_kinds if self._lengths.are(kind, step.slots, len(step.slots)))
-        answer = self._speculation.speculate(
-            self._graphs, step, self._logprobs_of(step.slots), next(kinds, ANY_ROWS)
-        )  # fmt: skip
+        kind = self._lengths.narrowest(self._forward.tree_kinds, step.slots, len(step.slots))
+        answer = self._speculation.speculate(self._graphs, step, self._logprobs_of(step.slots), kind)
         return self._lengths.followed(step, answer)
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:

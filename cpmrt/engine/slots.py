@@ -28,7 +28,7 @@ class Slots:
 
     @property
     def loans(self) -> tuple[Loan, ...]:
-        """Those that are lent now."""
+        """The loans that have a slot now."""
         return tuple(self._loans)
 
     def take(self, token_ids: tuple[int, ...], num_tokens: int) -> tuple[int, HeldPages | None]:

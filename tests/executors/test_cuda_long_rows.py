@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from executors.cuda_models import BASE, ROWS, write_model
+from executors.graph_choices import chosen_graphs
 from executors.repeatability_cases import SAMPLED, accompanied, answer, text
 
 from cpmrt import LLM
@@ -26,31 +27,17 @@ def test_company_changes_no_bit_of_a_long_answer(
 ) -> None:
     """Eight sequences; the shortest of them passes the limit between two of its tokens."""
     monkeypatch.setattr("cpmrt.cuda.step.lengths.SHORT_KEYS", 625)
-    folder, used, chosen = write_model(tmp_path, BASE | ROWS["llama"] | WIDE), set[Any](), _choices(monkeypatch)
+    folder, used, chosen = write_model(tmp_path, BASE | ROWS["llama"] | WIDE), set[Any](), chosen_graphs(monkeypatch)
     prompts = [text(600 + 190 * number, number, BASE["vocab_size"]) for number in range(8)]
 
     def opened(**more: Any) -> LLM:
         llm = LLM(folder, executor="cuda", max_context=LONGEST, **settings, **more)
         executor: Any = llm.executor
-        used.update(executor._own_kinds.get(8, ()))
+        used.update(executor._row_kinds.get(8, ()))
         return llm
 
     with opened() as llm:
         alone = [answer(llm, prompt, PARAMS) for prompt in prompts]
     assert accompanied(opened, prompts, PARAMS) == alone
-    assert used <= {RowKind("long")}
+    assert used <= {RowKind("long"), ANY_ROWS}
     assert {graph for graph in chosen if graph[1] == 8} == {("decode", 8, kind) for kind in (ANY_ROWS, *used)}
-
-
-def _choices(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, int]]:
-    """Return what every decode step from now on is launched as."""
-    from cpmrt.cuda.executor import CudaExecutor  # which needs CuPy
-
-    chosen, real = set[tuple[Any, int]](), CudaExecutor._decode_graph
-
-    def spied(self: CudaExecutor, slots: tuple[int, ...]) -> tuple[Any, int]:
-        chosen.add(graph := real(self, slots))
-        return graph
-
-    monkeypatch.setattr(CudaExecutor, "_decode_graph", spied)
-    return chosen

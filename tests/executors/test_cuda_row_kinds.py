@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from executors.cuda_models import BASE, ROWS, write_model
+from executors.graph_choices import chosen_graphs
 from executors.repeatability_cases import SAMPLED, accompanied, answer, text
 
 from cpmrt import LLM
@@ -32,18 +33,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, int]]:
-    """What every decode step is launched as."""
-    from cpmrt.cuda.executor import CudaExecutor  # which needs CuPy
-
-    found, real = list[tuple[Any, int]](), CudaExecutor._decode_graph
-
-    def spied(self: CudaExecutor, slots: tuple[int, ...]) -> tuple[Any, int]:
-        found.append(graph := real(self, slots))
-        return graph
-
-    monkeypatch.setattr(CudaExecutor, "_decode_graph", spied)
-    return found
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    return chosen_graphs(monkeypatch)
 
 
 def opened(folder: Path, **settings: Any) -> LLM:
@@ -65,13 +56,13 @@ def test_one_row(
         kinds = [BOTH] * 9 + [ANY_ROWS] + [BOTH] * 15 + [ANY_ROWS] + [INSIDE] * 15 + [ANY_ROWS, INSIDE]
         assert graphs[: len(kinds)] == [("decode", 1, kind) for kind in kinds]
         with monkeypatch.context() as wrong:
-            wrong.setattr(Lengths, "are", lambda self, kind, *_: kind == BOTH)
+            wrong.setattr(Lengths, "are", lambda self, kind, *_: kind in (BOTH, ANY_ROWS))
             assert answer(llm, prompt, PARAMS) != found, "nothing depends on the choice"
-            wrong.setattr(Lengths, "are", lambda *_: False)
+            wrong.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
             answer(llm, prompt[::-1], PARAMS)  # leaves other keys
-            wrong.setattr(Lengths, "are", lambda self, kind, *_: kind == INSIDE)
+            wrong.setattr(Lengths, "are", lambda self, kind, *_: kind in (INSIDE, ANY_ROWS))
             assert answer(llm, prompt, PARAMS) != found, "nothing depends on compressed keys"
-        monkeypatch.setattr(Lengths, "are", lambda *_: False)
+        monkeypatch.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
         graphs.clear()
         assert answer(llm, prompt, PARAMS) == found and set(graphs) == {("decode", 1, ANY_ROWS)}
 

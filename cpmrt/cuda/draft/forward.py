@@ -206,8 +206,8 @@ class DraftForward:
 
     @property
     def tree_kinds(self) -> tuple[RowKind, ...]:
-        """Return none: a small model has no sparse attention."""
-        return ()
+        """All nodes are of one: a small model has no sparse attention."""
+        return (ANY_ROWS,)
 
     def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
         """Run the nodes of a tree that was drafted for a small model; all have logits."""
@@ -259,7 +259,7 @@ class TreeForward(Protocol):
 
     @property
     def tree_kinds(self) -> tuple[RowKind, ...]:
-        """The kinds of nodes for which `tree` launches something else."""
+        """The kinds of nodes that `tree` tells apart, ANY_ROWS last."""
         ...
 
     def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
@@ -285,7 +285,7 @@ def every_shape(
     steps = [(shape, count) for shape, at_most in zip(draft.shapes, most, strict=True)
              for count in captured_counts(at_most)]  # fmt: skip
     for shape, count in steps:
-        for kind in (*target.tree_kinds, ANY_ROWS):
+        for kind in target.tree_kinds:
             target.tree(count * shape.num_nodes, kind=kind)
     target.path_accepted(1, draft.max_tree_size)
     if forward is None:

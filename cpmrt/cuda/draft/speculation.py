@@ -27,7 +27,7 @@ from cpmrt.executor import Decode, Speculate, TreeMasks
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models.draft import Draft
 from cpmrt.models.draft import tables as draft_tables
-from cpmrt.ops import ANY_ROWS, RowKind
+from cpmrt.ops import RowKind
 from cpmrt.speculation.procedure import MAX_WAITING, Waiting, after_chunk, catch_up
 
 
@@ -89,7 +89,7 @@ class Speculation:
         found: dict[Hashable, Callable[[], None]] = {
             ("speculate", number, count, kind): self._parts.step(self._several_ops(num_trees=count, kind=kind), shape)
             for number, shape, count in self._steps()
-            for kind in (*self._target.tree_kinds, ANY_ROWS)
+            for kind in self._target.tree_kinds
         }
         if self._forward is not None:
             found |= {("draft", bucket): partial(after_chunk, self._ops, bucket) for bucket in buckets}
@@ -105,7 +105,7 @@ class Speculation:
         if self._inner is None:
             for number, shape, count in self._steps():
                 num_rows, num_words = 1 if count == 1 else count * shape.num_nodes, count * shape.max_emitted
-                for kind in (*self._target.tree_kinds, ANY_ROWS):
+                for kind in self._target.tree_kinds:
                     name = "speculate", number, count, kind
                     graphs.add_step(name, launches.pop(name), partial(loop_end, num_rows, num_words))
         for other, launch in launches.items():
@@ -160,7 +160,7 @@ class Speculation:
 
     def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...], kind: RowKind) -> Answer:
         """Start a step. `num_logprobs`: what each of its sequences asked for. `kind`: of its nodes, one of the target's
-        `tree_kinds` or ANY_ROWS."""
+        `tree_kinds`."""
         num_rows = self._first_rows(step)
         for slot in step.slots:
             if self._forward is not None and self._waiting.before_speculation(slot, num_rows):

@@ -74,10 +74,9 @@ class StepForward:
         for bucket in buckets:
             self.chunk(bucket)
         for count in row_counts:
-            self.decode(count)
             if self.screens(count):
                 self.decode(count, is_screened=True)
-            for kind in self.own_kinds(count):
+            for kind in self.row_kinds(count):
                 self.decode(count, kind=kind)
         self.head_of_first_row()
 
@@ -89,16 +88,16 @@ class StepForward:
         """Whether the head of a decode step of so many rows can be screened."""
         return self.screen is not None and num_rows <= MOST_ROWS
 
-    def own_kinds(self, num_rows: int) -> tuple[RowKind, ...]:
-        """Return the kinds of rows for which a decode step of so many launches something else, the narrowest first."""
-        if num_rows == 1 and self.tree_kinds and "draft_tree" not in self._arrays:
-            return RowKind(is_inside=True, is_dense=True), RowKind(is_inside=True)
-        if self.tree_kinds:
-            return self.tree_kinds
+    def row_kinds(self, num_rows: int) -> tuple[RowKind, ...]:
+        """Return the kinds of rows that a decode step of so many tells apart, the narrowest first, ANY_ROWS last."""
+        if self._model.config.sparse is not None:
+            is_counted = num_rows == 1 and "draft_tree" not in self._arrays
+            inside = RowKind(is_inside=True, is_dense=True), RowKind(is_inside=True), ANY_ROWS
+            return inside if is_counted else self.tree_kinds
         if num_rows == 1:
-            return (RowKind("short"),) if self._joins else ()
+            return (RowKind("short"), ANY_ROWS) if self._joins else (ANY_ROWS,)
         has_long = self._attention is not None and self._attention.has_long_launch(num_rows)
-        return (RowKind("long"),) if has_long else ()
+        return (RowKind("long"), ANY_ROWS) if has_long else (ANY_ROWS,)
 
     def decode(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
         """Rows of at most MAX_ROWS sequences through every layer and the head.
@@ -116,8 +115,8 @@ class StepForward:
 
     @property
     def tree_kinds(self) -> tuple[RowKind, ...]:
-        """The kinds of nodes for which a pass over draft trees launches something else."""
-        return () if self._model.config.sparse is None else (RowKind(is_dense=True),)
+        """The kinds of nodes that a pass over draft trees tells apart, ANY_ROWS last."""
+        return (ANY_ROWS,) if self._model.config.sparse is None else (RowKind(is_dense=True), ANY_ROWS)
 
     def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
         """The nodes of draft trees through every layer and the head. `kind`: as `Rows` has it."""

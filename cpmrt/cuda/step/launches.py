@@ -14,7 +14,6 @@ from cpmrt.cuda.load.tables import fill
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels
 from cpmrt.cuda.step.masks import MaskRing
-from cpmrt.ops import ANY_ROWS
 
 
 def run_on_padding(launcher: Launcher, graphs: Graphs, slots: DeviceArray, forward: Callable[[], None]) -> None:
@@ -63,7 +62,7 @@ def step_launches(
     for rows in row_counts:
         if forward.screens(rows):
             decodes["screened", rows] = partial(decode, rows, is_screened=True)
-        for kind in (*forward.own_kinds(rows), ANY_ROWS):
+        for kind in forward.row_kinds(rows):
             decodes["decode", rows, kind] = partial(decode, rows, kind=kind)
     return plain | chunks | decodes
 

@@ -49,6 +49,10 @@ class Lengths:
         """Return the tokens of the slot at most."""
         return self._tokens.get(slot, 0)
 
+    def narrowest(self, kinds: Sequence[RowKind], slots: Sequence[int], num_rows: int) -> RowKind:
+        """Return the first of these kinds, the last of which is ANY_ROWS, that all rows of these slots are of."""
+        return next(kind for kind in kinds if self.are(kind, slots, num_rows))
+
     def are(self, kind: RowKind, slots: Sequence[int], num_rows: int) -> bool:
         """Whether the rows of these slots in a step of so many, which has been counted, are all of this kind; of long
         ones none is padding, and where steps draft it is not known whether rows are inside windows."""
