@@ -51,6 +51,10 @@ struct Activations {
     for (int i = 0; i < (kStaged ? 1 : kXSlots); i++) copy_next();
     cp_async_commit();
   }
+  DEVICE void wait_first() const {
+    cp_async_wait<0>();
+    __syncwarp();
+  }
 
   DEVICE void copy_norm_weights(const scalar_t* norm) const {
     for (int i = at.lane; i < at.own_units * 8; i += 32)

@@ -6,6 +6,7 @@
 //   the last tile of tokens has at most four. GROUP: tiles of 16 weight rows that share one pass over x. CLUSTER:
 //   blocks that split K: 1, or 2 from sm_90 on. SPLIT_WARPS: warps that share a tile and split its K: 8, or 1. NORM: 1
 //   normalises rows of x, 0 takes them as they are. SMEM_BYTES: dynamic shared memory of the launch.
+//   ONE_ROW: T is 1, TOKEN_TILES 1 and SPLIT_WARPS 8, and the row takes an eighth of the room of a tile of tokens. Without it any T.
 //   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements between rows of x, of
 //   whose columns the first K are taken; without it K. Such rows are those of the product before this one, which starts this one behind
 //   its own wait: so all before that one has finished, and this one may start the next at once
@@ -25,6 +26,7 @@
 #endif
 #include "activations.cuh"
 #include "linear_epilogue.cuh"
+#include "one_row.cuh"
 
 // acc += tile (16 rows) x tokens over 32 k, as two m16n8k16 products.
 DEVICE void multiply(float (&acc)[NT][4], uint4 lo, uint4 hi, const uint4 (&x)[NT]) {
@@ -36,13 +38,14 @@ DEVICE void multiply(float (&acc)[NT][4], uint4 lo, uint4 hi, const uint4 (&x)[N
 }
 
 // One group of the warp's tiles over a run of K, from unit `first` of the warp's.
-template <class Stream>
-DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, Activations& x, int first, int units, int& turn) {
+template <class Stream, class X>
+DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, X& x, int first, int units, int& turn) {
   constexpr int kBlocks = 2 / kUnitSplit;   // 32-k blocks of x in registers at a time
   constexpr int kTurns = kStaged ? 2 * kWarps : kXSlots;
 #pragma unroll 1
   for (int u = first; u < first + units; u++) {
-    if (kStaged && u % kWarps == 0) x.enter_stage(u, turn);
+    if constexpr (kStaged)
+      if (u % kWarps == 0) x.enter_stage(u, turn);
 #pragma unroll
     for (int j0 = 0; j0 < 2; j0 += kBlocks) {
       if (j0 == 0) cp_async_wait<kPending>();
@@ -52,7 +55,7 @@ DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, Activations&
 #pragma unroll
         for (int i = 0; i < NT; i++) {
           b[j][i] = x.load(x.place(u, turn), i, j0 + j);
-          if (NORM && !kResident && !kStaged)
+          if constexpr (NORM && !kResident && !kStaged)
             b[j][i] = normalised(b[j][i], x.norm_weights(x.at.warp * kOwnUnits + u, j0 + j), x.scale[i]);
         }
 #pragma unroll
@@ -67,13 +70,19 @@ DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, Activations&
         for (int j = 0; j < kBlocks; j++) multiply(acc[t], lo[j], hi[j], b[j]);
         if (j0 + kBlocks == 2) {
           weights.copy_next();
-          if (!kResident && !kStaged && t == GROUP - 1) x.copy_next();
+          if constexpr (!kResident && !kStaged)
+            if (t == GROUP - 1) x.copy_next();
           cp_async_commit();
         }
       }
     }
     if (!kResident) turn = turn + 1 == kTurns ? 0 : turn + 1;
   }
+}
+
+// Where a warp leaves the sums of a tile's lo and hi row and a token: pair `odd * 32 + lane`, of one row that of its lane alone.
+DEVICE uint32_t partial_place(const Lane& at, int warp, int t, int pair) {
+  return at.shared + kPartialOffset + ((warp * GROUP + t) * kTilePairs + (kOneRow ? pair >> 2 : pair)) * 8;
 }
 
 // Sums of a group where the warps split K: over the warps of the block, then over the blocks. Returns by visiting.
@@ -90,7 +99,7 @@ DEVICE void finish_split(const float (&acc)[GROUP][NT][4], const Lane& at, Epilo
 #pragma unroll
       for (int odd = 0; odd < 2; odd++)
         if (nt * 8 + at.quarter * 2 + odd < T)
-          store_shared2(at.shared + kPartialOffset + ((at.warp * GROUP + t) * 64 + odd * 32 + at.lane) * 8, acc[t][nt][odd], acc[t][nt][odd + 2]);
+          store_shared2(partial_place(at, at.warp, t, odd * 32 + at.lane), acc[t][nt][odd], acc[t][nt][odd + 2]);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kAllThread; i++) {
@@ -99,7 +108,7 @@ DEVICE void finish_split(const float (&acc)[GROUP][NT][4], const Lane& at, Epilo
       float2 sum = make_float2(0.0f, 0.0f);
 #pragma unroll
       for (int w = 0; w < kWarps; w++) {
-        const float2 part = load_shared2(at.shared + kPartialOffset + (w * kAll + pair) * 8);
+        const float2 part = load_shared2(partial_place(at, w, t, pair & 63));
         sum.x += part.x, sum.y += part.y;
       }
       if (CLUSTER == 1) {
@@ -141,8 +150,8 @@ DEVICE void finish_rows(const float (&sum)[GROUP][NT][4], const Lane& at, Epilog
 }
 
 // sum += all runs of K in one warp, added as finish_split adds those of eight.
-template <class Stream>
-DEVICE void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, Activations& x, int& turn) {
+template <class Stream, class X>
+DEVICE void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, X& x, int& turn) {
 #pragma unroll 1
   for (int run = 0; run < kWarps; run++) {
     float acc[GROUP][NT][4] = {};
@@ -169,6 +178,11 @@ DEVICE void visit_pairs(const Tiles& tiles, int group, int rank, int T, Visit vi
     }
 }
 
+#ifdef ONE_ROW
+using Rows = OneRow;
+#else
+using Rows = Activations;
+#endif
 constexpr bool kGuesses = LINEAR == 0 && NT == 1;   // where one row is, before the wait
 
 // The whole product. Where warps have tiles of their own the epilogue prefetches nothing.
@@ -177,7 +191,7 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
                            const scalar_t* weight, int T, float eps) {
   const Lane at;
   const int num_clusters = gridDim.x / CLUSTER, first_group = blockIdx.x / CLUSTER;
-  Activations activations(at, x, T, (tiles.num_groups - first_group + num_clusters - 1) / num_clusters);
+  Rows activations(at, x, T, (tiles.num_groups - first_group + num_clusters - 1) / num_clusters);
   if (NORM) activations.copy_norm_weights(norm);
   WeightStream<Tiles> weights(at, tiles, weight);
   group_announce();
@@ -188,8 +202,7 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
   pdl_wait();
   activations.copy_first();
   if constexpr (LINEAR == 0) pdl_launch_dependents(), epilogue.prepare(at.shared + kEpilogueOffset);
-  cp_async_wait<0>();
-  __syncwarp();
+  activations.wait_first();
   if constexpr (LINEAR == 0) epilogue.publish();
   if (NORM) activations.normalise(eps);
   else if (LINEAR != 1) __syncthreads();   // what `publish` wrote, and x where warps share it

@@ -21,6 +21,11 @@ constexpr int kRowPitch = ROW_PITCH;                          // elements betwee
 #else
 constexpr int kRowPitch = K;
 #endif
+#ifdef ONE_ROW
+constexpr bool kOneRow = true;
+#else
+constexpr bool kOneRow = false;
+#endif
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kRowWarps = kWarps / SPLIT_WARPS;               // warps with tiles of their own
 constexpr int kUnits = K / 64;                                // units of 64 k in a row
@@ -32,10 +37,11 @@ constexpr int kPairs = GROUP * 64 / CLUSTER;                  // outputs (lo row
 constexpr int kThreadPairs = (kPairs + kThreads - 1) / kThreads;
 constexpr int kUnitSplit = NT == 8 ? 2 : 1;                   // NT = 8 holds half a unit of x in registers at a time
 constexpr int kChunkBytes = 2048;                             // 16 rows x 64 k
-constexpr int kXUnitBytes = NT * 1024 - HALF_TILE * 512;       // 8 NT tokens x 64 k, or four tokens less
+constexpr int kXUnitBytes = kOneRow ? 128 : NT * 1024 - HALF_TILE * 512;   // 8 NT tokens x 64 k, or four tokens less, or one row
+constexpr int kTilePairs = kOneRow ? 8 : 64;                  // sums of a tile that a warp keeps: of a lo and a hi row and a token
 
 // Shared memory: rings of weights | x | partial sums of the warps | sums of the blocks | norm weights | square sums | epilogue.
-constexpr int kPartialBytes = SPLIT_WARPS > 1 ? kWarps * GROUP * 512 : 0;
+constexpr int kPartialBytes = SPLIT_WARPS > 1 ? kWarps * GROUP * kTilePairs * 8 : 0;
 constexpr int kExchangeBytes = CLUSTER == 1 ? 0 : CLUSTER * NT * kPairs * 8;
 constexpr int kNormBytes = NORM ? kWarps * kOwnUnits * 128 : 0;
 constexpr int kSquareBytes = kOwners * kTokens * 4;
@@ -71,6 +77,7 @@ static_assert(!HALF_TILE || NT == 2, "only 9 to 12 rows leave half a tile out");
 static_assert(NT == 1 || NT == 2 || NT == 4 || NT == 8, "NT must be 1, 2, 4 or 8");
 static_assert(SPLIT_WARPS == kWarps || (SPLIT_WARPS == 1 && LINEAR >= 2 && CLUSTER == 1 && kUnits % kWarps == 0),
               "SPLIT_WARPS must be 8, or 1 for gate_up and head, CLUSTER 1 and K a multiple of 512");
+static_assert(!kOneRow || (NT == 1 && SPLIT_WARPS == kWarps && kResident), "one row lies whole in shared memory, and all warps share its tiles");
 static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER must be 1 or 2");
 static_assert(kSlots >= 1 && kPending >= 0 && (kUnitSplit == 1 || kSlots >= GROUP), "SMEM_BYTES is too small for GROUP and NT");
 

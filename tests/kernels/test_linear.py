@@ -233,6 +233,16 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, device: Devic
         assert device.capability >= 90 or plan.constants.cluster == 1
 
 
+def test_blocks_of_one_row_find_room_beside_those_of_the_product_before() -> None:
+    """Of the 0.5B: gate_up beside o, and where attention has multiprocessors two of gate_up."""
+    taken = {
+        name: plan_linear(SHAPES[name][0], SHAPES[name][1:3], 1, H200).constants.smem_bytes
+        for name in ("0.5B o", "0.5B gate_up")
+    }
+    assert sum(taken.values()) <= H200.shared_bytes_per_block
+    assert taken["0.5B gate_up"] < H200.lone_block_bytes
+
+
 @dataclass(frozen=True)
 class PlanBuild:
     """A product on a device, for every number of rows that it is compiled for."""
@@ -245,7 +255,7 @@ class PlanBuild:
         """Its compile-time sizes for each number of rows."""
         product, out_features, in_features, head_dim, _ = SHAPES[self.name]
         size = out_features, in_features
-        for rows in (8, 12, 16, 32, 64):
+        for rows in (1, 8, 12, 16, 32, 64):
             yield plan_linear(product, size, rows, self.device, head_dim=head_dim).constants
 
 

@@ -31,6 +31,8 @@ ROW_BUCKETS = (8, 16, 32, 64)
 _WARPS = 8
 _UNIT_COLUMNS = 64
 _CHUNK_BYTES = 2048
+# What a unit of one row takes, as of its norm weights; it is kept whole where both take no more of a block's memory.
+_ROW_UNIT_BYTES, _MOST_ROW_SHARE = 128, 0.5
 LARGE_SHARED_BYTES = 200_000
 """A block's shared memory from which on a kernel may use the sizes made for data-centre GPUs."""
 # Two tiles of tokens of which the second is half empty leave more shared memory to the weights.
@@ -40,6 +42,9 @@ _SMALL_MAX_GROUP = {1: 4, 2: 4, 4: 3, 8: 1}
 # Two blocks that share a tile exchange their sums, which costs about a microsecond: the busiest multiprocessor must
 # read that much less.
 _CLUSTER_GAIN = 0.9
+# Some multiprocessors are attention's when gate_up of one row starts: two of its blocks share another one where each
+# can with so much of its stream.
+_SHARING_STREAM = 0.75
 # From so many rows on it pays that x passes once for eight times the tiles, at the price of a second set of sums.
 _ROW_SPLIT_TOKEN_TILES = 8
 _ROW_SPLIT_TILES_PER_SM = 12
@@ -61,6 +66,7 @@ class LinearConstants:
     head_dim: int | None = None
     fatrelu: int | None = None
     row_pitch: int | None = None
+    one_row: bool | None = None
 
 
 LINEAR = {
@@ -160,18 +166,38 @@ def plan_linear(
     max_group = (_MAX_GROUP if is_large else _SMALL_MAX_GROUP)[tiles]
     # Rows that the busiest block reads: of the weight, and of x once a round.
     group = min(range(max_group, 0, -1), key=lambda group: rounds(group) * (16 * group * row_warps + 8 * tiles))
-    own_units = ceil(units / (_WARPS * cluster))
-    # A block whose whole stream fits asks for no more, so that the next kernels' blocks fit beside it and prefetch.
-    stream = _WARPS * rounds(group) * group * own_units * row_warps * _CHUNK_BYTES
-    activations = _WARPS * own_units * (tiles * 1024 - half_tile * 512)
-    sums = _WARPS * group * (512 + 256 * tiles)
-    small = _WARPS * own_units * 128 + _WARPS * cluster * tiles * 32 + tiles * 128
+    norm, row_bytes = has_norm and product != "residual", _own_units(in_features, cluster) * _WARPS * _ROW_UNIT_BYTES
+    one_row = num_rows == 1 and 2 * row_bytes <= device.shared_bytes_per_block * _MOST_ROW_SHARE
     constants = LinearConstants(
         linear=PRODUCTS[product], in_features=in_features, token_tiles=tiles, half_tile=half_tile, group=group,
-        cluster=cluster, split_warps=_WARPS // row_warps, norm=has_norm and product != "residual",
-        smem_bytes=min(device.shared_bytes_per_block, stream + activations + sums + small), head_dim=head_dim or None,
+        cluster=cluster, split_warps=_WARPS // row_warps, norm=norm, smem_bytes=0, head_dim=head_dim or None,
+        one_row=one_row or None,
     )  # fmt: skip
-    return LinearPlan(constants, cluster * min(ceil(weight_tiles / (group * row_warps)), num_clusters))
+    smem_bytes = _shared_bytes(constants, rounds(group), device)
+    grid = cluster * min(ceil(weight_tiles / (group * row_warps)), num_clusters)
+    return LinearPlan(replace(constants, smem_bytes=smem_bytes), grid)
+
+
+def _own_units(in_features: int, cluster: int) -> int:
+    return ceil(ceil(in_features / _UNIT_COLUMNS) / (_WARPS * cluster))
+
+
+def _shared_bytes(constants: LinearConstants, rounds: int, device: Device) -> int:
+    """Return the shared memory of a block whose tiles take so many rounds."""
+    own, tiles = constants, constants.token_tiles
+    units = _WARPS * _own_units(own.in_features, own.cluster)
+    activations = units * (_ROW_UNIT_BYTES if own.one_row else tiles * 1024 - own.half_tile * 512)
+    sums = _WARPS * own.group * (64 * own.cluster if own.one_row else 512 + 256 * tiles)
+    small = own.norm * units * _ROW_UNIT_BYTES + _WARPS * own.cluster * tiles * 32 + tiles * 128
+    fixed, row_warps = activations + sums + small, _WARPS // own.split_warps
+    # A block whose whole stream fits asks for no more, so that the next kernels' blocks fit beside it and prefetch.
+    whole = fixed + rounds * own.group * row_warps * units * _CHUNK_BYTES
+    if own.one_row and own.linear == PRODUCTS["gate_up"]:
+        stage = _WARPS * _CHUNK_BYTES
+        shared = fixed + int((whole - fixed) * _SHARING_STREAM) // stage * stage
+        if shared < device.lone_block_bytes <= whole:
+            return shared
+    return min(device.shared_bytes_per_block, whole)
 
 
 def _cluster(weight_tiles: int, device: Device) -> int:
