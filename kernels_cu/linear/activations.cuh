@@ -52,7 +52,7 @@ struct Activations {
     cp_async_commit();
   }
   DEVICE void wait_first() const {
-    cp_async_wait<0>();
+    cp_async_wait<kRowsFirst ? kSlots : 0>();   // of all chunks of weights that came behind x, or of all before it
     __syncwarp();
   }
 

@@ -7,6 +7,7 @@
 //   blocks that split K: 1, or 2 from sm_90 on. SPLIT_WARPS: warps that share a tile and split its K: 8, or 1. NORM: 1
 //   normalises rows of x, 0 takes them as they are. SMEM_BYTES: dynamic shared memory of the launch.
 //   ONE_ROW: T is 1, TOKEN_TILES 1 and SPLIT_WARPS 8, and the row takes an eighth of the room of a tile of tokens. Without it any T.
+//   ROWS_FIRST: x is asked for before the weights, and does not wait for them: where a kernel begins when the one before has ended.
 //   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements between rows of x, of
 //   whose columns the first K are taken; without it K. Such rows are those of the product before this one, which starts this one behind
 //   its own wait: so all before that one has finished, and this one may start the next at once
@@ -193,14 +194,14 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
   const int num_clusters = gridDim.x / CLUSTER, first_group = blockIdx.x / CLUSTER;
   Rows activations(at, x, T, (tiles.num_groups - first_group + num_clusters - 1) / num_clusters);
   if (NORM) activations.copy_norm_weights(norm);
+  if constexpr (kRowsFirst) pdl_wait(), activations.copy_first();
   WeightStream<Tiles> weights(at, tiles, weight);
   group_announce();
   if constexpr (kGuesses) {
     if (T == 1) epilogue.guess();
     if (T == 1) visit_pairs(tiles, first_group, at.rank, 1, [&](int, int i, int tile, int row, int) { epilogue.guess_angle(i, tile, row); });
   }
-  pdl_wait();
-  activations.copy_first();
+  if constexpr (!kRowsFirst) pdl_wait(), activations.copy_first();
   if constexpr (LINEAR == 0) pdl_launch_dependents(), epilogue.prepare(at.shared + kEpilogueOffset);
   activations.wait_first();
   if constexpr (LINEAR == 0) epilogue.publish();

@@ -26,6 +26,11 @@ constexpr bool kOneRow = true;
 #else
 constexpr bool kOneRow = false;
 #endif
+#ifdef ROWS_FIRST
+constexpr bool kRowsFirst = true;
+#else
+constexpr bool kRowsFirst = false;
+#endif
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kRowWarps = kWarps / SPLIT_WARPS;               // warps with tiles of their own
 constexpr int kUnits = K / 64;                                // units of 64 k in a row
