@@ -179,11 +179,13 @@ DEVICE void visit_pairs(const Tiles& tiles, int group, int rank, int T, Visit vi
     }
 }
 
+// x of a product: `copy_first` asks for it, `wait_first` has what was asked for in shared memory, `load` reads it for the tensor cores.
 #ifdef ONE_ROW
 using Rows = OneRow;
 #else
 using Rows = Activations;
 #endif
+
 constexpr bool kGuesses = LINEAR == 0 && NT == 1;   // where one row is, before the wait
 
 // The whole product. Where warps have tiles of their own the epilogue prefetches nothing.

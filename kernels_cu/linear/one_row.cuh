@@ -1,10 +1,11 @@
-// The row of a product with weights in 16 bits and one row: in shared memory as it is, an eighth of what a tile of tokens takes, so
-// that blocks of the next products find room beside this one's and ask for their weights early.
+// x of a product of one row: in shared memory as it is, an eighth of what a tile of tokens takes. So rings of weights are deeper, and in
+// narrow models blocks of the next product find room beside this one's and ask for their weights early.
 #pragma once
 #include "norm_values.cuh"
 #include "weight_stream.cuh"
 
-// Each warp has the run of the row that its weights meet. All tokens of the tensor-core operand are the row; of the sums token 0 counts.
+// Each warp has the run of the row that its weights meet. All eight tokens of the tensor cores' operand are this row, and of their sums
+// those of token 0 count.
 struct OneRow {
   static constexpr int kPieces = (kOwnUnits * 8 + 31) / 32;   // of 16 bytes, that a lane brings and normalises
 
