@@ -42,7 +42,7 @@ class DecodeSteps:
 
     def next(self, decoding: tuple[Sequence, ...], *, may_draft: bool) -> Decode | Speculate:
         """Return the next step of the sequences that decode."""
-        if decoding != self._decoding or any(seq.guide for seq in decoding):
+        if decoding != self._decoding or any([seq.guide for seq in decoding]):
             self._decoding, self._made = decoding, {}
         shape = self._next_shape(decoding) if may_draft else PLAIN
         step = self._made.get(shape)

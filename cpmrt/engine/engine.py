@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from time import perf_counter
@@ -174,7 +174,8 @@ class Engine:
             pass
 
     def _submit_next(self) -> bool:
-        if not transitions.have_empty_mask(self.running) and (self._resume_one() or self._take_one()):
+        is_awaited = self._waiting or any([seq.phase is Phase.PAUSED for seq in self.running])
+        if is_awaited and not transitions.have_empty_mask(self.running) and (self._resume_one() or self._take_one()):
             return True
         decoding = tuple([seq for seq in self.running if transitions.wants_decode(seq)])
         if not (decoding and self._last_was_prefill):
@@ -182,20 +183,29 @@ class Engine:
                 if seq.phase is Phase.PREFILL:
                     self._submit_prefill(seq)
                     return True
-        is_lending = bool(self.slots.loans)
+        if not decoding:
+            return False
+        is_lending = self.slots.is_lending
         may_draft = transitions.may_draft(decoding, self.limits, is_lending)
-        is_alone = len(self.running) == len(self._in_flight) == 1 and not (self._waiting and self.slots.free)
-        awaits = partial(transitions.awaits_mask, may_draft=may_draft, is_lending=is_lending, is_alone=is_alone)
-        if not decoding or any(awaits(seq, num_awaited=self._in_flight.num_awaited) for seq in decoding):
+        guided = [seq for seq in decoding if seq.guide]
+        if guided and self._awaits_mask(guided, may_draft=may_draft, is_lending=is_lending):
             return False
         self._submit(self._decode_steps.next(decoding, may_draft=may_draft), decoding)
-        self._fill_masks(decoding)
-        self._keep_answers(decoding)
+        if guided:
+            self._fill_masks(guided)
+        if self._keeps_answer_states:
+            self._keep_answers(decoding)
         return True
+
+    def _awaits_mask(self, guided: list[Sequence], *, may_draft: bool, is_lending: bool) -> bool:
+        """Tell whether one of these sequences, which have grammars and decode, cannot take a further step yet."""
+        is_alone = len(self.running) == len(self._in_flight) == 1 and not (self._waiting and self.slots.free)
+        awaits = partial(transitions.awaits_mask, may_draft=may_draft, is_lending=is_lending, is_alone=is_alone)
+        return any(awaits(seq, num_awaited=self._in_flight.num_awaited) for seq in guided)
 
     def _keep_answers(self, decoding: tuple[Sequence, ...]) -> None:
         """Have the states kept of those sequences that the steps so far bring to a border of pages, if any are."""
-        for seq in decoding if self._keeps_answer_states else ():
+        for seq in decoding:
             if self.cache and seq.pages and seq.num_expected % self.limits.page_size == 0:
                 snapshot = self.cache.snapshot_within_answer(seq.pages, seq.num_expected)
                 if snapshot is not None:
@@ -284,17 +294,19 @@ class Engine:
                 ended.append(seq)
             self.on_news(seq)
         try:
-            self._release_all(ended)
+            if ended:
+                self._release_all(ended)
         finally:
             self._decode_steps.applied(step, sequences, result)
             self._fill_masks(sequences)
 
-    def _fill_masks(self, sequences: tuple[Sequence, ...]) -> None:
+    def _fill_masks(self, sequences: Iterable[Sequence]) -> None:
         """Give the last steps of sequences their masks, and let go of those whose grammar fails there."""
         failed = transitions.fill_masks(sequences)
-        for seq in failed:
-            self.on_news(seq)
-        self._release_all(failed)
+        if failed:
+            for seq in failed:
+                self.on_news(seq)
+            self._release_all(failed)
 
     def _end(self, seq: Sequence, reason: str) -> None:
         if seq.phase is Phase.FINISHED:

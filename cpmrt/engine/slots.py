@@ -31,6 +31,11 @@ class Slots:
         """The loans that have a slot now."""
         return tuple(self._loans)
 
+    @property
+    def is_lending(self) -> bool:
+        """Whether any slot is lent."""
+        return bool(self._loans)
+
     def take(self, token_ids: tuple[int, ...], num_tokens: int) -> tuple[int, HeldPages | None]:
         """Return a free slot, and pages for so many tokens, of which the first may be known already."""
         slot = self._free.pop()

@@ -114,7 +114,7 @@ def may_draft(sequences: tuple[Sequence, ...], limits: ExecutorLimits, is_lendin
     More sequences than the executor drafts for at a time decode plainly, and so do several if one has a grammar. The
     masks of a tree are not known when its step is submitted, and whoever has a slot lent may wait for the executor.
     """
-    if not sequences or not limits.shapes_for(len(sequences)):
+    if not limits.tree_shapes or not sequences or not limits.shapes_for(len(sequences)):
         return False
     if len(sequences) > 1:
         return not any(seq.guide for seq in sequences)
@@ -189,20 +189,20 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
         if not step.is_last:
             return _NOTHING
     seq.num_in_flight -= 1
-    if seq.phase in (Phase.FINISHED, Phase.PAUSED) or result == _NOTHING:
+    if seq.phase in (Phase.FINISHED, Phase.PAUSED) or (not result.token_ids and result == _NOTHING):
         return _NOTHING
     tokens, loops, guide = _watch(seq, result.token_ids)
     rest = seq.guide.take(tokens, seq.room, is_drafted=isinstance(step, Speculate)) if seq.guide else ()
     if _has_failed(seq):
         return _NOTHING
-    new = (*tokens, *rest)
+    new = (*tokens, *rest) if rest else tokens
     kept = _num_wanted(seq, new, len(tokens) if loops and not rest else 0)
-    if new[:kept] != result.token_ids:
+    if kept < len(new) or new != result.token_ids:
         result = replace(result, token_ids=new[:kept], logprobs=result.logprobs[:kept])
     seq.token_ids.extend(result.token_ids)
     if seq.repeats is not None:
         seq.repeats.extend(result.token_ids)
-    seq.num_forced = max(0, kept - len(new) + len(rest))
+    seq.num_forced = max(0, kept - len(new) + len(rest)) if rest else 0
     if guide is not None and seq.finish_reason is None:
         seq.guide, seq.late_form, seq.phase = guide, None, Phase.PAUSED
     if (result.non_finite or result.mask_failure) and seq.phase is Phase.DECODE:
@@ -238,6 +238,8 @@ def fill_masks(sequences: Iterable[Sequence]) -> list[Sequence]:
     Returns the sequences whose grammar has failed there; they are finished.
     """
     waiting = [seq for seq in sequences if seq.guide and seq.phase is Phase.DECODE and seq.num_in_flight == 1]
+    if not waiting:
+        return waiting
     fill_masks_of([seq.guide for seq in waiting if seq.guide])
     return [seq for seq in waiting if _has_failed(seq)]
 

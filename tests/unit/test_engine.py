@@ -1,6 +1,7 @@
 """The state machine on a scripted executor: any schedule, chunking, run-ahead or draft gives the plain continuation."""
 
 import io
+import sys
 
 import pytest
 from hypothesis import given
@@ -107,6 +108,31 @@ def test_decode_steps_come_between_the_chunks_of_a_long_prompt():
         next(stream)
     kinds = [type(step) for step in executor.steps if isinstance(step, (Prefill, Decode))]
     assert not any(kinds[i] is kinds[i + 1] is Prefill for i in range(1, len(kinds) - 1)), kinds
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_plain_step_takes_the_engine_few_calls(count):
+    """What it costs the host is time that a small GPU's cores do not have; each call takes some 0.1 us."""
+    engine = Engine(ScriptedExecutor(ExecutorLimits(8, 200, 64, 4)), prefix_cache=False)
+    for _ in range(count):
+        engine.add(request([1, 2], new=150))
+    for _ in range(20):
+        engine.advance()
+    calls = list[str]()
+
+    def note(frame, event, _):
+        if event == "call" and "/cpmrt/engine/" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    before = [len(seq.token_ids) for seq in engine.running]
+    sys.setprofile(note)
+    try:
+        for _ in range(50):
+            engine.advance()
+    finally:
+        sys.setprofile(None)
+    assert [len(seq.token_ids) for seq in engine.running] == [number + 50 for number in before]
+    assert len(calls) / 50 <= 40 + 10 * count, calls[: len(calls) // 50]
 
 
 def test_sequences_decode_in_one_step():

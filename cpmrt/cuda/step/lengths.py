@@ -24,12 +24,15 @@ class Lengths:
     def add(self, step: Step) -> None:
         """Count what the step adds, before it runs."""
         tokens = self._tokens
-        if isinstance(step, Prefill):
+        if isinstance(step, Decode):
+            for slot in step.slots:
+                tokens[slot] = tokens.get(slot, 0) + 1
+            if step.certain:
+                for slot, certain in zip(step.slots, step.certain, strict=True):
+                    tokens[slot] += len(certain)
+        elif isinstance(step, Prefill):
             tokens[step.slot] = step.position + len(step.token_ids)
             self._prefills[step.slot] = self._prefills.get(step.slot, 0) + 1
-        elif isinstance(step, Decode):
-            for slot, certain in zip(step.slots, step.certain or ((),) * len(step.slots), strict=True):
-                tokens[slot] = self.of(slot) + len(certain) + 1
         elif isinstance(step, Speculate):
             for slot in step.slots:
                 tokens[slot] = self.of(slot) + self._shapes[step.shape].max_emitted
@@ -51,7 +54,10 @@ class Lengths:
 
     def narrowest(self, kinds: Sequence[RowKind], slots: Sequence[int], num_rows: int) -> RowKind:
         """Return the first of these kinds, the last of which is ANY_ROWS, that all rows of these slots are of."""
-        return next(kind for kind in kinds if self.are(kind, slots, num_rows))
+        for kind in kinds[:-1]:
+            if self.are(kind, slots, num_rows):
+                return kind
+        return kinds[-1]
 
     def are(self, kind: RowKind, slots: Sequence[int], num_rows: int) -> bool:
         """Whether the rows of these slots in a step of so many, which has been counted, are all of this kind; of long
