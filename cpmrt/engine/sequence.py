@@ -151,8 +151,8 @@ class Sequence:
 
     @property
     def _num_sampled(self) -> int:
-        """Tokens that were sampled behind the text."""
-        return len(self.request.prompt_ids) + len(self.token_ids) - self.num_forced - len(self.text)
+        """Tokens that were sampled behind the text, of which those at the end that were not may be a part already."""
+        return max(len(self.request.prompt_ids) + len(self.token_ids) - self.num_forced - len(self.text), 0)
 
     @property
     def stats(self) -> GenerationStats:

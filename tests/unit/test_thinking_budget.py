@@ -106,6 +106,20 @@ def test_only_the_last_page_is_computed_again():
     assert seq.stats.cached_tokens == 0, "of the prompt"
 
 
+@pytest.mark.parametrize("budget", range(1, 9))
+def test_the_next_turn_goes_on_with_the_state_behind_the_closing(budget):
+    """The executor compares the state that it begins with and the tokens of its pages, wherever a border of pages is.
+    """
+    limits = paged_limits(max_context=64, prefill_chunk=32, run_ahead=3, num_snapshots=4)
+    engine = Engine(PagedExecutor(limits), prefix_cache="fast")
+    thinking = ThinkingBudget(budget, lambda tokens: CLOSING)
+    seq = engine.add(Request((8, 9, 8), Sampling(), 5, (), budget + 6, thinking=thinking))
+    list(engine.stream(seq))
+    again = engine.add(Request((*seq.all_token_ids, 7), Sampling(), 5, (), 1))
+    list(engine.stream(again))
+    assert again.num_cached >= (3 + budget + 6) // 4 * 4 - 4
+
+
 @pytest.mark.parametrize(("prompt_end", "answer", "marker"), [
     ("<think>\n", "so", "</think>"), ("<think>\n", "so</think>yes", None), ("bot\n", "<think>hm", "</think>"),
     ("bot\n", "\n<think>\nhm </think>", None), ("bot\n", "I <think>", None), ("bot\n", "", None),
