@@ -91,14 +91,19 @@ class DeviceError(CpmrtError):
 
 
 class NonFiniteLogitsError(CpmrtError):
-    """The model gave NaN or infinity where a token was to be sampled or scored; other sequences go on."""
+    """The model gave NaN or infinity where a token was to be sampled or scored, or a text embedded; other sequences go
+    on."""
 
     @classmethod
     def at(cls, position: int) -> NonFiniteLogitsError:
         """Return the error for the token at a position, counted from the beginning of the prompt."""
+        return cls.of(f"the logits for position {position}")
+
+    @classmethod
+    def of(cls, what: str) -> NonFiniteLogitsError:
+        """Return the error for numbers of the model; `what` names them, in the plural."""
         fix = "look for NaN and infinity in the weights, or use dtype bfloat16 or float32: float16 ends at 65504"
-        what = f"the logits for position {position} are not finite"
-        return cls(what, expected="numbers", actual="NaN or infinity", fix=fix)
+        return cls(f"{what} are not finite", expected="numbers", actual="NaN or infinity", fix=fix)
 
 
 class FormError(CpmrtError):

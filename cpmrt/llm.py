@@ -304,7 +304,7 @@ class LLM:
         """Embed a text as what the model's final norm gives: float32 [H], or [N, H] for a list of N texts.
 
         `pooling`: the "mean" of all positions, or the "last" token, which alone has seen the whole text. With
-        `normalize` its length is 1. Waits for slots.
+        `normalize` its length is 1. Waits for slots. Raises NonFiniteLogitsError where the model gives NaN or infinity.
 
             >>> vectors = llm.embed(["a cat", "a kitten", "a car"])
             >>> vectors[0] @ vectors[1] > vectors[0] @ vectors[2]

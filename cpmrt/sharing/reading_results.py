@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 import numpy as np
 
 from cpmrt.dtypes import F32
+from cpmrt.errors import NonFiniteLogitsError
 
 
 def joined(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
@@ -33,11 +34,16 @@ def scores(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None,
 
 
 def pooled(ids: tuple[int, ...], chunks: Iterator[F32], *, mean: bool, normalize: bool) -> Generator[None, None, F32]:
-    """Return the mean of chunks of states, or else the last state, of length 1 with `normalize`: float32 [H]."""
+    """Return the mean of chunks of states, or else the last state, of length 1 with `normalize`: float32 [H].
+
+    Raises NonFiniteLogitsError.
+    """
     total, last = np.zeros(1), np.zeros(0, np.float32)
     for states in chunks:
         total, last = total + states.sum(axis=0, dtype=np.float64), states[-1]
         yield
     result: F32 = (total / len(ids)).astype(np.float32) if mean else last
+    if not np.isfinite(result).all():
+        raise NonFiniteLogitsError.of("the numbers of an embedding")
     length = np.linalg.norm(result)
     return result / length if normalize and length > 0 else result

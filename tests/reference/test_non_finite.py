@@ -201,3 +201,7 @@ def test_the_stream_raises_it_after_its_text(tmp_path):
         with pytest.raises(NonFiniteLogitsError, match="position 1 "):
             llm.score([token, 6, 5])
         assert np.isfinite(llm.score([5, 6, 5])).all()
+        for pooling in ("mean", "last"):
+            with pytest.raises(NonFiniteLogitsError, match="embedding are not finite"):
+                llm.embed([[5, 6], [6, token]], pooling=pooling)
+        assert np.isfinite(llm.embed([5, 6])).all()
