@@ -55,7 +55,11 @@ class PrefixWriter:
         _check_replaceable(self._path)
         number, self._temporary = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name}.")
         self._file = os.fdopen(number, "wb")
-        self._file.write(self._header + self._token_ids)
+        try:
+            self._file.write(self._header + self._token_ids)
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
         return self
 
     def add(self, run: Mapping[str, Array]) -> None:

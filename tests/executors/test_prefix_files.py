@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,22 @@ def test_nothing_is_there_before_all_is(folder: Path, tmp_path: Path, monkeypatc
         monkeypatch.setattr(llm.executor, "read_pages", failing)
         with pytest.raises(PrefixError, match="No space left on device"):
             llm.save_prefix(tmp_path / "x.prefix", IDS)
+    assert not list(tmp_path.iterdir())
+
+
+class FullDisk(FileIO):
+    """A file that nothing can be written to."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_nor_is_anything_where_not_even_the_header_could_be_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fdopen", FullDisk)
+    with open_model(folder) as llm, pytest.raises(PrefixError, match="No space left on device"):
+        llm.save_prefix(tmp_path / "x.prefix", IDS)
     assert not list(tmp_path.iterdir())
 
 
