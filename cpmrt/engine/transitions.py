@@ -303,14 +303,19 @@ def _end_loop(seq: Sequence) -> None:
 def close_thought(seq: Sequence) -> SlotResult:
     """Give the thought of a paused sequence the model's own end if its budget is used up, and return these tokens.
 
-    They are not sampled, and have the log-probability 0. The sequence is finished if they take its last room.
+    They are not sampled, and have the log-probability 0. The sequence is finished if they take its last room, or at the
+    first of them that ends an answer.
     """
-    thinking = seq.thinking
+    thinking, stops = seq.thinking, seq.request.stop_token_ids
     if thinking is None or len(seq.token_ids) < thinking.max_tokens:
         return _NOTHING
     seq.thinking = None
-    gained = _forced(seq, thinking.closing_ids(seq.token_ids))
-    if not seq.room:
+    closing = thinking.closing_ids(seq.token_ids)
+    end = next((number for number, token in enumerate(closing, 1) if token in stops), len(closing))
+    gained = _forced(seq, closing[:end])
+    if gained.token_ids and gained.token_ids[-1] in stops:
+        finish(seq, "stop")
+    elif not seq.room:
         finish(seq, "length")
     return gained
 

@@ -28,14 +28,18 @@ def closing_ids(token_ids):
 
 
 def expected(prompt, new, stops, budget):
-    """The definition: sample, but behind `budget` tokens put the closing ones where the thought is open."""
+    """The definition: sample, but behind `budget` tokens put the closing ones where the thought is open, up to a stop.
+    """
     tokens = []
     while len(tokens) < new:
         tokens.append(next_token([*prompt, *tokens], 5))
         if tokens[-1] in stops:
             break
         if len(tokens) == budget:
-            tokens += closing_ids(tokens)[: new - len(tokens)]
+            for token in closing_ids(tokens)[: new - len(tokens)]:
+                tokens.append(token)
+                if token in stops:
+                    return tokens
     return tokens
 
 
@@ -51,7 +55,7 @@ LIMITS = st.builds(
 REQUESTS = st.tuples(
     st.lists(st.sampled_from([7, 8, 9]), min_size=1, max_size=20),
     st.integers(1, 30),
-    st.sets(st.integers(0, 39), max_size=2),
+    st.sets(st.one_of(st.integers(0, 39), st.sampled_from(CLOSING)), max_size=2),
     st.one_of(st.none(), st.integers(1, 32)),
 )
 
