@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.engine import FP8
@@ -147,22 +147,35 @@ def fit_model(
     limit = position_limit(config, engine)
     weights = weight_specs(config, engine) if specs is None else specs
 
-    def build(max_context: int) -> MemoryPlan:
+    def build(max_context: int, settings: EngineConfig = engine) -> MemoryPlan:
         return plan_model(
-            config, engine, itemsize=itemsize, max_context=max_context, needs=needs, specs=weights, draft=draft
+            config, settings, itemsize=itemsize, max_context=max_context, needs=needs, specs=weights, draft=draft
         )
 
-    context = limit
+    def how_to_fit() -> str:
+        if largest := largest_context(build, budget, limit):
+            return f"choose a smaller max_context (--max-context {largest} fits) or a larger memory_budget"
+        return _with_fewer_sequences(build, engine, budget, (context, shortest))
+
+    context, shortest = limit, min(limit, PAGE_SIZE)
     if engine.max_context is None:
-        context = largest_context(build, budget, limit) or min(limit, PAGE_SIZE)
+        context = largest_context(build, budget, limit) or shortest
     plan = build(context)
-    check_budget(plan, budget, lambda: _how_to_fit(largest_context(build, budget, limit)))
+    check_budget(plan, budget, how_to_fit)
     return plan
 
 
-def _how_to_fit(largest: int) -> str:
-    if largest:
-        return f"choose a smaller max_context (--max-context {largest} fits) or a larger memory_budget"
+def _with_fewer_sequences(
+    build: Callable[[int, EngineConfig], MemoryPlan], engine: EngineConfig, budget: int, contexts: Sequence[int]
+) -> str:
+    """Say with how many sequences the first of these contexts fits that does with any, or that none does."""
+    for context in contexts:
+        for count in range(engine.max_sequences - 1, 0, -1):
+            if build(context, replace(engine, max_sequences=count)).total_bytes <= budget:
+                return (
+                    f"choose a smaller max_sequences (--max-sequences {count} fits, with {context} tokens of context "
+                    "each) or a larger memory_budget"
+                )
     return (
         "no context fits beside these weights: choose a smaller model, 4-bit weights (cpmrt quantize makes them) or a "
         "larger memory_budget (--memory-budget)"

@@ -59,6 +59,22 @@ def test_an_explicit_context_is_kept_or_refused():
     assert fit_model(SMALL, EngineConfig(max_context=100), itemsize=4, budget=GIB).max_context == 100
 
 
+def test_fewer_sequences_are_named_where_no_context_is_short_enough_for_all():
+    """The advice holds: the plan that it names fits, and one more sequence does not."""
+    for max_context, words, tokens in ((None, "64 tokens of context each", 64), (128, "128 tokens", 128)):
+        engine = EngineConfig(max_sequences=64, max_context=max_context)
+        with pytest.raises(MemoryPlanError, match=rf"--max-sequences (\d+) fits, with {words}") as caught:
+            fit_model(SMALL, engine, itemsize=4, budget=5 * 2**20)
+        count = int(caught.value.fix.partition("--max-sequences ")[2].split()[0])
+        sizes = [
+            plan_model(SMALL, EngineConfig(max_sequences=number), itemsize=4, max_context=tokens).total_bytes
+            for number in (count, count + 1)
+        ]
+        assert sizes[0] <= 5 * 2**20 < sizes[1]
+    with pytest.raises(MemoryPlanError, match="no context fits"):
+        fit_model(SMALL, EngineConfig(max_sequences=64), itemsize=4, budget=2**20)
+
+
 def test_the_table_names_every_part():
     text = str(plan_model(SMALL, EngineConfig(), itemsize=2, max_context=1000))
     for word in ("embedding", "layers", "lm head", "tables", "KV pages", "1 x 1000 tokens", "workspace", "total"):
