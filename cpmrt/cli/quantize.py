@@ -64,6 +64,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 
 
+def check_ternary(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that say how codes are made and stored: ternary files have 16-bit tensors."""
+    named = [name for name in ("asymmetric", "act_order", "static_groups", "lm_head") if getattr(options, name)]
+    named += ["format"] * (options.format != FORMATS[0])
+    if named:
+        option = f"--{named[0].replace('_', '-')}"
+        raise ConfigError(
+            f"{option} is of methods that make codes", actual="--method ternary",
+            fix="leave it out, or choose another method",
+        )  # fmt: skip
+
+
 def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
     """Make the recipe that was asked for. Raises ConfigError for options that contradict each other."""
     if options.group_size == 256:
@@ -100,6 +112,7 @@ def run(options: argparse.Namespace) -> int:
     """Quantise. Raises CpmrtError, and nothing is left of the new folder then."""
     folder = ModelFolder.open(options.model, weights=False)
     if options.method == TERNARY:
+        check_ternary(options)
         folder.fetch_weights()
         write_ternary(folder, options.out, options.group_size)
         note(f"{options.out}: {format_bytes(_size(options.out))}")

@@ -257,6 +257,8 @@ def test_a_failed_run_leaves_nothing(model, text, tmp_path, capsys):
     ((), "--calibration"),
     (("--method", "awq", "--format", "awq"), "--calibration"),
     (("--method", "rtn", "--act-order"), "method gptq"),
+    (("--method", "ternary", "--lm-head", "8"), "--lm-head"), (("--method", "ternary", "--format", "awq"), "--format"),
+    (("--method", "ternary", "--act-order"), "--act-order"), (("--method", "ternary", "--asymmetric"), "--asymmetric"),
     (("--act-order", "--format", "awq", "--calibration", "TEXT"), "--static-groups"),
     (("--damping", "0", "--calibration", "TEXT"), "--damping"),
     (("--window", "0", "--calibration", "TEXT"), "--window"),
