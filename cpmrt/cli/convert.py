@@ -18,6 +18,7 @@ from cpmrt.cli.arguments import UsageError
 from cpmrt.cli.output import note
 from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.quantization.marlin_conversion import convert
+from cpmrt.quantization.outputs import check_new
 from cpmrt.quantization.plain_conversion import to_safetensors
 from cpmrt.weights.gguf.file import GGUF_SUFFIX
 from cpmrt.weights.model_folder import ModelFolder
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     made = args.to or ("gguf" if args.target.suffix == GGUF_SUFFIX else "marlin")
     if args.type is not None and made != "gguf":
         raise UsageError("--type is for --to gguf")
+    check_new(args.target, "file" if made == "gguf" else "folder")
     folder = ModelFolder.open(args.source)
     if made == "gguf":
         to_gguf(folder, args.target, args.type or "bf16")

@@ -27,6 +27,7 @@ from cpmrt.quantization.checkpoint_writer import ModelQuantiser
 from cpmrt.quantization.formats import FORMATS
 from cpmrt.quantization.gptq import GptqSettings
 from cpmrt.quantization.grid import GridSettings
+from cpmrt.quantization.outputs import check_new
 from cpmrt.quantization.recipe import METHODS, QuantisedLayer, Recipe
 from cpmrt.quantization.ternary import GROUP_SIZES, write_ternary
 from cpmrt.text import Tokenizer
@@ -110,6 +111,7 @@ def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> lis
 
 def run(options: argparse.Namespace) -> int:
     """Quantise. Raises CpmrtError, and nothing is left of the new folder then."""
+    check_new(options.out, "folder")
     folder = ModelFolder.open(options.model, weights=False)
     if options.method == TERNARY:
         check_ternary(options)

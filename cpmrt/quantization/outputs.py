@@ -18,6 +18,14 @@ _NOT_COPIED = ("config.json", INDEX_NAME, "quantize_config.json", "*.index.json"
 _PIECE_BYTES = 1 << 20
 
 
+def check_new(out: Path, kind: str) -> None:
+    """Raise ConfigError unless a "folder" or a "file" of this name can be new; before long work this is asked apart."""
+    if out.exists():
+        raise ConfigError(f"{out} exists already", fix=f"name a new {kind}, or delete it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a folder", fix="make it first")
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Make a folder to fill, which becomes `out` at the end, or is deleted after an error. Raises ConfigError."""
@@ -37,10 +45,7 @@ def new_file(out: Path) -> Iterator[Path]:
 @contextmanager
 def _partial(out: Path, kind: str) -> Iterator[Path]:
     """Name a path on the disk of `out`; what is there at the end becomes `out`."""
-    if out.exists():
-        raise ConfigError(f"{out} exists already", fix=f"name a new {kind}, or delete it")
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent} is not a folder", fix="make it first")
+    check_new(out, kind)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             yield Path(folder) / out.name

@@ -274,6 +274,14 @@ def test_mistakes_are_explained(model, text, tmp_path, capsys, options, message)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", ["quantize", "convert"])
+def test_a_folder_that_exists_is_refused_before_a_model_is_looked_for(tmp_path, capsys, monkeypatch, command):
+    """Which may be a download of many gigabytes."""
+    monkeypatch.setattr(f"cpmrt.cli.{command}.ModelFolder", None)
+    assert main([command, "org/name", str(tmp_path)]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
 def test_models_that_cannot_be_quantised(model, text, tmp_path, capsys):
     odd = write_checkpoint(tmp_path / "odd", **SIZES | {"intermediate_size": 96})
     other = write_checkpoint(tmp_path / "other", **SIZES)
