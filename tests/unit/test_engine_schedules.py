@@ -64,9 +64,11 @@ def drawn_limits(random: Random) -> ExecutorLimits:
             (count, (1.0, *(random.uniform(1, 2.5) if can >= count else inf for can in most or (1,) * len(shapes))))
             for count in (2, 4)[: random.randint(0, 2)]
         )
+    # Where sequences have states, certain tokens come one by one.
+    snapshots = random.choice([0, 0, 1, 5])
     return ExecutorLimits(
-        num_slots, 128, random.randint(2, 9), run_ahead=random.randint(1, 5), takes_masks=True,
-        takes_tree_masks=random.random() < 0.7, certain_rows=random.choice([0, 1, 3, 16, 64]),
+        num_slots, 128, random.randint(2, 9), run_ahead=random.randint(1, 5), takes_masks=True, num_snapshots=snapshots,
+        takes_tree_masks=random.random() < 0.7, certain_rows=0 if snapshots else random.choice([0, 1, 3, 16, 64]),
         row_sizes=random.choice([(), (2, 4, 64)]), tree_shapes=shapes, max_drafting=most, step_seconds=seconds,
         several_seconds=several, num_pages=num_slots * 32, page_size=4,
     )  # fmt: skip
@@ -158,7 +160,10 @@ class Play:
         while self.executor.queue:
             self.executor.run_one()
         assert not self.engine.running and not self.executor.running
-        assert self.engine.cache is None or self.engine.cache.pool.num_held == 0
+        assert self.engine.cache.pool.num_held == 0
+        if snapshots := self.engine.cache._snapshots:
+            numbers = sorted([*snapshots._free, *snapshots._kept.values()])
+            assert numbers == list(range(self.limits.num_snapshots)), "every snapshot is free or kept"
 
 
 @pytest.fixture(autouse=True)
