@@ -203,8 +203,8 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     if seq.repeats is not None:
         seq.repeats.extend(result.token_ids)
     seq.num_forced = max(0, kept - len(new) + len(rest)) if rest else 0
-    if guide is not None and seq.finish_reason is None:
-        seq.guide, seq.late_form, seq.phase = guide, None, Phase.PAUSED
+    if guide is not None and kept == len(tokens):
+        _bind(seq, guide)
     if (result.non_finite or result.mask_failure) and seq.phase is Phase.DECODE:
         position = len(seq.request.prompt_ids) + len(seq.token_ids)
         failure = result.mask_failure
@@ -288,6 +288,14 @@ def _num_wanted(seq: Sequence, new: tuple[int, ...], loop_end: int) -> int:
             continue
         return number
     return len(new)
+
+
+def _bind(seq: Sequence, guide: Guide) -> None:
+    """Pause a sequence to go on under a grammar; finish it if that is complete behind the text that it begins with."""
+    if guide.is_complete:
+        finish(seq, "stop")
+    elif seq.finish_reason is None:
+        seq.guide, seq.late_form, seq.phase = guide, None, Phase.PAUSED
 
 
 def _end_loop(seq: Sequence) -> None:

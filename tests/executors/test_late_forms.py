@@ -66,6 +66,17 @@ def test_a_grammar_may_refuse_the_first_token_behind_a_full_page(llm, length):
     assert re.fullmatch(r"io1\d+", llm.generate([5] * length, params).text)
 
 
+@pytest.mark.parametrize(("grammar", "max_new_tokens"), [('"ion"', 8), ('"io" "n"', 1), ('"i" /[a-z]{2}/', 2)])
+def test_an_answer_ends_where_its_trigger_completes_the_grammar(llm, grammar, max_new_tokens):
+    first = llm.tokenizer.encode("ion", add_special_tokens=False)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=0, logit_bias={first[0]: 100}, ignore_eos=True,
+        grammar=f"start: {grammar}", grammar_trigger="i",
+    )  # fmt: skip
+    answer = llm.generate(PROMPT, params)
+    assert (answer.text, list(answer.token_ids), answer.finish_reason) == ("ion", first, "stop")
+
+
 @pytest.mark.parametrize("settings", [
     {"draft": "eagle2"}, pytest.param({"draft": "lookup"}, marks=pytest.mark.all),
     pytest.param({"prefix_cache": False}, marks=pytest.mark.all),

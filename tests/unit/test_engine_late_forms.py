@@ -80,6 +80,28 @@ def test_free_tokens_run_ahead_and_have_no_masks():
     assert executor.most_in_flight == 4
 
 
+@given(SHAPED, WANTED, st.integers(0, 2))
+def test_a_grammar_that_is_complete_with_its_trigger_ends_the_answer(limits, wish, spare):
+    """So does one that is complete with the last token for which there is room."""
+    prompt, number, of, new = wish
+    whole, tokens = Automaton(number), list(prompt)
+    while not whole.is_complete:
+        whole.accept(whole.following()[:1])
+    while len(tokens) < len(prompt) + new and (len(tokens) == len(prompt) or tokens[-1] % of):
+        tokens.append(next_token(tokens, 3))
+    answer = tokens[len(prompt) :]
+
+    class First(SecondMultiple):
+        def push(self, token):
+            return None if token % self.of else Bound(whole.fork(), is_kept=True)
+
+    engine = Engine(ScriptedExecutor(limits), prefix_cache=False)
+    made = Request(tuple(prompt), Sampling(), 3, (), len(answer) + spare, trigger=lambda: First(number, of))
+    seq = engine.add(made)
+    if answer[-1] % of == 0:
+        assert tokens_of(engine, seq) == answer and seq.finish_reason == "stop"
+
+
 @pytest.mark.parametrize("max_thinking", [1, 5])
 def test_tokens_that_close_a_thought_are_looked_at_too(max_thinking):
     engine = Engine(ScriptedExecutor(limits()), prefix_cache=False)
