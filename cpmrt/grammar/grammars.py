@@ -94,15 +94,10 @@ class Grammars:
 
     def _ways_to_say(self, text: str) -> Iterator[list[int]]:
         """Yield the tokens of a text that is spelled out, and those with the special tokens that it holds."""
-        tokens_of = self._vocabulary.tokens_of
-
-        def spelled(part: str | int) -> list[int]:
-            if isinstance(part, int):
-                return [part]
-            return [token for character in part for token in tokens_of(character.encode())]
-
+        spelled = self._vocabulary.spelled
         yield spelled(text)
-        yield [token for part in self._tokenizer.control_tokens.parts(text) for token in spelled(part)]
+        parts = self._tokenizer.control_tokens.parts(text)
+        yield [token for part in parts for token in ([part] if isinstance(part, int) else spelled(part))]
 
     def prepare(self) -> None:
         """Read the vocabulary, as the first use does otherwise."""

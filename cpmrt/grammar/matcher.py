@@ -43,6 +43,10 @@ class Vocabulary:
     not_ends: bytes
     threads: MaskThreads
 
+    def spelled(self, text: str) -> list[int]:
+        """Return the tokens of a text character by character, so that no special token is among them."""
+        return [token for character in text for token in self.tokens_of(character.encode())]
+
 
 class AnswerMatcher:
     """Tells the engine which tokens may come next in one answer of this form: an `engine.guide.Matcher`."""
@@ -117,7 +121,14 @@ class AnswerMatcher:
 
     def forced(self) -> Sequence[int]:
         """Return the tokens that the grammar leaves no choice about. A thought leaves every choice."""
-        return () if self._closing or self._openings else self._matcher.compute_ff_tokens()
+        if self._closing or self._openings:
+            return ()
+        tokens = self._matcher.compute_ff_tokens()
+        num_valid: int = self._matcher.validate_tokens(tokens)
+        if tokens and not num_valid:
+            # A text that is the name of a special token comes as that token, which the grammar refuses.
+            return self._vocabulary.spelled(self._vocabulary.bytes_of(tokens[0]).decode())
+        return tokens[:num_valid]
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on behind these tokens. Raises FormError for one that is not allowed."""

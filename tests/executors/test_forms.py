@@ -103,6 +103,25 @@ def test_choices_are_taken_as_they_are(llm):
     assert len({answer.text for answer in answers}) > 1 and all(each.finish_reason == "stop" for each in answers)
 
 
+@pytest.mark.parametrize("logprobs", [0, 1])
+@pytest.mark.parametrize("form", [
+    {"choices": ["<|im_end|>"]}, {"regex": "a<s>[bc]"}, {"json_schema": {"const": "x</s>y<unk>"}},
+    {"grammar": 'root ::= "so: <|im_start|>" "!"'},
+])  # fmt: skip
+def test_names_of_special_tokens_are_spelled_out(llm, form, logprobs):
+    """They are certain, and the tokenizer would make the tokens of them that end an answer or a turn."""
+    answer = llm.generate(PROMPT, SamplingParams(**form, logprobs=logprobs))
+    text = r"<\|im_end\|>|a<s>[bc]|\"x</s>y<unk>\"|so: <\|im_start\|>!"
+    assert re.fullmatch(text, answer.text) and answer.finish_reason == "stop"
+    assert not llm.tokenizer.special_ids.intersection(answer.token_ids)
+
+
+def test_a_grammar_may_ask_for_a_special_token_itself(llm):
+    """A certain one between texts is a single token."""
+    answer = llm.generate(PROMPT, SamplingParams(grammar='start: "ab" <|im_start|> "cd" /[xy]/'))
+    assert re.fullmatch("abcd[xy]", answer.text) and llm.tokenizer.token_id("<|im_start|>") in answer.token_ids
+
+
 def test_everything_that_samples_respects_the_form(llm):
     params = SamplingParams(
         regex="[abc]{1,30}", temperature=1.3, seed=3, top_k=40, min_p=0.01, repetition_penalty=1.2,
