@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError
@@ -204,14 +205,33 @@ def _grammar(form: Form) -> str:
     return str(matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
 
 
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\[\]])|.)", re.DOTALL)
+"""Any escape sequence, with the digits of a character's number, or the bracket that it stands for."""
+
+
 def _in_lark(text: str) -> str:
     """Return a grammar in the syntax of Lark, also of one in that of llama.cpp (GBNF). Raises ValueError."""
-    from llguidance.gbnf_to_lark import any_to_lark
+    if not _GBNF_RULE.search(text):
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return str(any_to_lark(text))
+        return str(gbnf_to_lark(_GBNF_ESCAPE.sub(_plain_escape, text)))
     except Exception as error:  # of any type: it only reads the text
         raise ValueError(f"{error}, where it was read as GBNF") from None
+
+
+def _plain_escape(escape: re.Match[str]) -> str:
+    """Write an escape sequence of GBNF so that llguidance keeps its meaning, in a text and in a class.
+
+    It drops zeros at the beginning of a number, and takes brackets in classes only.
+    """
+    digits, bracket = escape[1] or escape[2], escape[3]
+    if not (digits or bracket):
+        return escape[0]
+    code = int(digits, 16) if digits else ord(bracket)
+    return f"\\x{code:02x}" if code < 0x100 else chr(code)
 
 
 _EXPECTED = {

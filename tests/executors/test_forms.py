@@ -122,6 +122,24 @@ def test_a_grammar_may_ask_for_a_special_token_itself(llm):
     assert re.fullmatch("abcd[xy]", answer.text) and llm.tokenizer.token_id("<|im_start|>") in answer.token_ids
 
 
+@pytest.mark.parametrize(("grammar", "text"), [
+    (r'root ::= "\u00e9ab" [\u00c0-\u024f]', "éab[\u00c0-\u024f]"),
+    (r'root ::= "\U0001F600\u2028"', "\U0001f600\u2028"),
+    (r"root ::= [\U0001F600-\U0001F64F]", "[\U0001f600-\U0001f64f]"),
+    (r'root ::= "\\u00e9\[" [\u005d\[]', r"\\u00e9\[[\]\[]"),
+])  # fmt: skip
+def test_escape_sequences_of_gbnf_stand_for_their_characters(llm, grammar, text):
+    answer = llm.generate(PROMPT, SamplingParams(grammar=grammar))
+    assert re.fullmatch(text, answer.text) and answer.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "grammar", ['?start: a\na: "x"', '!start: "x"', "start[max_tokens=1]: /x/", 'start: "x" // y ::= z']
+)
+def test_a_grammar_without_rules_of_gbnf_is_one_of_lark(llm, grammar):
+    assert llm.generate(PROMPT, SamplingParams(grammar=grammar)).text == "x"
+
+
 def test_everything_that_samples_respects_the_form(llm):
     params = SamplingParams(
         regex="[abc]{1,30}", temperature=1.3, seed=3, top_k=40, min_p=0.01, repetition_penalty=1.2,
