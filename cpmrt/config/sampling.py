@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
@@ -156,11 +156,14 @@ def _is_number(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _biases(pairs: object) -> tuple[tuple[int, float], ...]:
+def _biases(pairs: Any) -> tuple[tuple[int, float], ...]:
     """Checked pairs, in the order of their token ids. A mapping counts as its items."""
-    items = pairs.items() if isinstance(pairs, Mapping) else pairs
+    try:
+        items = list(pairs.items() if isinstance(pairs, Mapping) else pairs)
+    except TypeError:  # as of an array without dimensions, which has __iter__
+        items = [pairs]
     checked: dict[int, float] = {}
-    for pair in items if isinstance(items, Iterable) else [pairs]:
+    for pair in items:
         token: Any
         bias: Any
         token, bias = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (None, None)

@@ -180,6 +180,12 @@ def test_arguments_without_bounds_are_refused_on_one_line(ask, tmp_path):
     assert "an integer of 16610 bits" in str(caught.value)
 
 
+@pytest.mark.parametrize("given", [np.array(4), np.array([[4, 1]]), object(), [(4, 1), 5], "4:1"])
+def test_what_is_no_pairs_of_tokens_and_biases_is_refused(given):
+    with pytest.raises(RequestError, match="logit_bias: expected token ids with numbers"):
+        SamplingParams(logit_bias=given)
+
+
 def test_a_mapping_of_any_kind_says_what_is_added_to_logits():
     assert SamplingParams(logit_bias=MappingProxyType({4: 1, 2: -1})).logit_bias == ((2, -1.0), (4, 1.0))
 
