@@ -34,7 +34,8 @@ class SamplingParams:
     `loop_repeats` = n (0: off) ends an answer whose last tokens repeat one run n times, 128 tokens or more in all, with
     the reason "loop"; with a `loop_penalty` above 1 the first loop raises the repetition penalty to that, and only the
     next one ends the answer. `max_thinking_tokens` closes a thought that the answer is in after that many tokens, with
-    the model's own marker. After either, presence and frequency penalties count anew.
+    the model's own marker. Presence and frequency penalties count anew behind a raised penalty, after
+    `max_thinking_tokens` tokens (even if no thought is open) and where a `grammar_trigger` binds.
 
     One of these gives the answer a form, token by token: `json_schema` (a dict, its JSON text, a pydantic model or a
     dataclass), `regex`, `grammar` (in the syntax of Lark) or `choices` (texts, of which one is the answer). A thought
