@@ -143,7 +143,7 @@ class JobMaker:
         try:
             bound = replace(params, json_schema=None, grammar=grammar, grammar_trigger=trigger)
             assert bound.form is not None
-            (self.grammars.trigger if is_free else self.grammars.matcher)(bound.form, Thought())
+            (self.grammars.trigger if is_free else self.grammars.matcher)(bound.form)
         except RequestError as refusal:
             raise blamed(refusal, grammar, tools, tuple(schemas)) from None
         return bound
@@ -339,11 +339,11 @@ class JobMaker:
         if self.tokenizer is None:
             raise RequestError(f"SamplingParams.{form.kind} needs a tokenizer", fix="leave it out")
         closing = opened_thought(self.tokenizer, prompt_ids, num_begun)
-        may_think = (params.max_thinking_tokens is not None or form.trigger) and closing is None
-        openings = opening_tokens(self.tokenizer) if may_think else ()
-        thought = Thought((closing or "").encode(), openings)
+        end = (closing or "").encode()
         if form.trigger:
-            return {"trigger": self.grammars.trigger(form, thought)}
+            return {"trigger": self.grammars.trigger(form, end)}
+        may_think = params.max_thinking_tokens is not None and closing is None
+        thought = Thought(end, opening_tokens(self.tokenizer) if may_think else ())
         return {"matcher": self.grammars.matcher(form, thought)}
 
     @cached_property

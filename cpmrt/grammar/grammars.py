@@ -17,7 +17,7 @@ from cpmrt.config.form import JSON_STYLE, Form, as_terminal
 from cpmrt.errors import RequestError, quoted
 from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
-from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
+from cpmrt.grammar.matcher import NO_THOUGHT, AnswerMatcher, Thought, Vocabulary
 from cpmrt.grammar.trigger import GrammarTrigger, matcher_behind
 from cpmrt.installation import install_extra, missing_packages
 from cpmrt.text import Tokenizer
@@ -63,7 +63,7 @@ class Grammars:
         self._lock, self._vocabulary_lock = Lock(), Lock()
         self._compiling = BoundedSemaphore(_MAX_COMPILING)
 
-    def matcher(self, form: Form, thought: Thought) -> Callable[[], AnswerMatcher]:
+    def matcher(self, form: Form, thought: Thought = NO_THOUGHT) -> Callable[[], AnswerMatcher]:
         """Return what makes a matcher for each answer of this form.
 
         Raises RequestError for a form that is none, takes too long or is too large, and without llguidance.
@@ -71,16 +71,17 @@ class Grammars:
         compiled, vocabulary = self._compiled_form(form)
         return lambda: AnswerMatcher(compiled, vocabulary, thought)
 
-    def trigger(self, form: Form, thought: Thought) -> Callable[[], GrammarTrigger]:
+    def trigger(self, form: Form, prompt_closing: bytes = b"") -> Callable[[], GrammarTrigger]:
         """Return what makes, for each answer, what finds where this form begins to bind it.
 
+        `prompt_closing`: the marker that ends a thought which the prompt has opened.
         Raises as `matcher`, and RequestError for a form that does not begin with its trigger.
         """
         compiled, vocabulary = self._compiled_form(form)
         if not any(matcher_behind(tokens, compiled, vocabulary) for tokens in self._ways_to_say(form.trigger)):
             expected = "a text with which the grammar begins"
             raise RequestError("SamplingParams.grammar_trigger", expected=expected, actual=quoted(form.trigger))
-        return lambda: GrammarTrigger(form.trigger.encode(), compiled, vocabulary, thought)
+        return lambda: GrammarTrigger(form.trigger.encode(), compiled, vocabulary, prompt_closing)
 
     def _compiled_form(self, form: Form) -> tuple[CompiledForm, Vocabulary]:
         form = replace(form, trigger="")

@@ -31,6 +31,9 @@ class Thought:
     openings: tuple[tuple[int, bytes], ...] = ()
 
 
+NO_THOUGHT = Thought()
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """What a matcher knows of tokens: the bytes of each, the tokens of bytes, and the bits of all but end tokens.

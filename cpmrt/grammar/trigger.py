@@ -7,20 +7,27 @@ from collections.abc import Sequence
 from cpmrt.engine.late_form import Bound
 from cpmrt.errors import FormError
 from cpmrt.grammar.compiled_form import CompiledForm
-from cpmrt.grammar.matcher import AnswerMatcher, Thought, Vocabulary
+from cpmrt.grammar.matcher import NO_THOUGHT, AnswerMatcher, Vocabulary
+from cpmrt.text.markers import THINKING_PAIRS
+
+_THOUGHTS = {opening.encode(): closing.encode() for opening, closing in THINKING_PAIRS.items()}
 
 
 class GrammarTrigger:
     """The engine's trigger (`engine.late_form.Trigger`) of one answer.
 
-    `text` is what the grammar of `form` begins with. What a thought says at the beginning of the answer does not count.
+    `text` is what the grammar of `form` begins with. What a thought says that `prompt_closing` ends, or that the answer
+    begins with, does not count, unless the text is the marker of its beginning itself.
     """
 
-    def __init__(self, text: bytes, form: CompiledForm, vocabulary: Vocabulary, thought: Thought):
+    def __init__(self, text: bytes, form: CompiledForm, vocabulary: Vocabulary, prompt_closing: bytes):
         self._text, self._form, self._vocabulary = text, form, vocabulary
-        self._closing, self._openings = thought.closing, dict(thought.openings)
+        self._closing = prompt_closing
+        """What ends the thought that is open, b"" if none is."""
+        self._may_begin = not (prompt_closing or text.startswith(tuple(_THOUGHTS)))
+        """Whether nothing but white space, and what may be the beginning of a marker, has come."""
         self._thought = b""
-        """The end of the thought so far, where its marker may have begun."""
+        """That beginning, or the end of the thought so far, where its marker may have begun."""
         self._held: list[tuple[int, bytes]] = []
         """The last tokens with their bytes, where `text` may have begun."""
 
@@ -41,13 +48,17 @@ class GrammarTrigger:
 
     def _think(self, token: int) -> bool:
         """Take in a token of a thought, and tell whether this is one."""
-        openings, self._openings = self._openings, {}
-        if token in openings:
-            self._closing = openings[token]
-            return True
-        if not self._closing:
+        if not (self._closing or self._may_begin):
             return False
         text = self._thought + self._vocabulary.bytes_of(token)
+        if self._may_begin:
+            text = text.lstrip()
+            self._closing = next((closing for opening, closing in _THOUGHTS.items() if text.startswith(opening)), b"")
+            self._may_begin = not self._closing and any(opening.startswith(text) for opening in _THOUGHTS)
+            if not self._closing:
+                self._thought = text
+                return False
+            self._held.clear()
         self._thought = text[-len(self._closing) :]
         if self._closing in text:
             self._closing = b""
@@ -78,7 +89,7 @@ class GrammarTrigger:
 
 def matcher_behind(token_ids: Sequence[int], form: CompiledForm, vocabulary: Vocabulary) -> AnswerMatcher | None:
     """Return a matcher behind these tokens; None if the form does not begin with them."""
-    matcher = AnswerMatcher(form, vocabulary, Thought())
+    matcher = AnswerMatcher(form, vocabulary, NO_THOUGHT)
     try:
         matcher.accept(token_ids)
     except FormError:
