@@ -23,6 +23,7 @@ from cpmrt.cli.option_values import (
     token_count,
     token_limit,
 )
+from cpmrt.cli.output import write
 from cpmrt.config import EngineConfig, SamplingParams
 from cpmrt.config.form import FORM_FIELDS
 from cpmrt.config.quantization import GROUP_SIZES
@@ -58,6 +59,10 @@ class Parser(argparse.ArgumentParser):
                 meant = f"; quote the prompt: {shlex.quote(' '.join([parsed.prompt, *unknown]))}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return parsed
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own drops what --help and --version cannot write, without a word.
+        write(message)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
