@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from cpmrt import __version__
 from cpmrt.cli.arguments import Parser, UsageError, add_quiet, naming_options, nearest
-from cpmrt.cli.output import complain, discard_stdout, printable, show_remarks
+from cpmrt.cli.output import complain, discard_stdout, discard_unwritten_remarks, printable, show_remarks
 from cpmrt.errors import CpmrtError
 
 COMMANDS = {
@@ -60,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard_stdout()
         return EXIT_CLOSED_PIPE
+    finally:
+        discard_unwritten_remarks()
 
 
 def _run(arguments: list[str]) -> int:

@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from cpmrt.errors import CpmrtError
 
@@ -50,14 +51,30 @@ def reply(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Write an error or a warning to standard error, which --quiet does not drop."""
-    print(text, file=sys.stderr, flush=True)
+    """Write an error or a warning to standard error, which --quiet does not drop.
+
+    Where it cannot be written, as on a full disk, it is lost: that ends no answer and no server.
+    """
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def discard_unwritten_remarks() -> None:
+    """Drop what standard error does not take, or the interpreter would fail at exit, with a code of its own."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
 
 
 def discard_stdout() -> None:
     """Drop what is still buffered, or the interpreter would complain about it at exit."""
+    _discard(sys.stdout)
+
+
+def _discard(stream: TextIO) -> None:
     try:
-        descriptor = sys.stdout.fileno()
+        descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):
         return
     null = os.open(os.devnull, os.O_WRONLY)

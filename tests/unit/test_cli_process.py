@@ -83,6 +83,15 @@ def test_a_full_disk_is_one_line(arguments, checkpoint):
     assert child.returncode == 1 and err.startswith(b"cpmrt: error: standard output") and err.count(b"\n") == 1
 
 
+@needs_full
+@pytest.mark.parametrize(("prompt", "code"), [(("abc",), 0), ((), 2), (("abc", "--executor", "cuda"), 1)])
+def test_remarks_that_cannot_be_written_are_lost(prompt, code, checkpoint):
+    with open("/dev/full", "w") as full:
+        child = start("generate", "-m", checkpoint, "--executor", "reference", *prompt, stderr=full)
+        out, _ = child.communicate(timeout=60)
+    assert child.returncode == code and bool(out) == (code == 0)
+
+
 def test_closed_standard_streams_are_no_bug(checkpoint):
     command = f"{sys.executable} -m cpmrt generate -m {checkpoint} --executor reference abc >&- 2>&- <&-"
     done = subprocess.run(["sh", "-c", command], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60, check=False)
