@@ -83,8 +83,11 @@ class ModelScope:
             path = Path(repository.local_path)
             if str(repository.repo_type) != "model":
                 continue
+            # The client makes the folder of a name before it asks whether there is such a model.
+            if not (files := [file for file in path.rglob("*") if file.is_file()]):
+                continue
             folders = tuple(sorted(path.glob("snapshots/*"))) or (path,)
-            modified = max((file.stat().st_mtime for file in path.rglob("*") if file.is_file()), default=0.0)
+            modified = max(file.stat().st_mtime for file in files)
             found.append(CachedRepository(repository.repo_id, path, folders, repository.size_on_disk, modified))
         return found
 

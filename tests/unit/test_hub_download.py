@@ -266,6 +266,13 @@ def test_what_the_hub_refuses_is_said(line: list[str], change: object, says: str
     assert says in error and not list(shell.home.rglob("*.safetensors")), error
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_a_name_that_could_not_be_fetched_is_not_listed(name: str, hub: HubServer, shell: Shell) -> None:
+    unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "MODELSCOPE_ENDPOINT": "http://127.0.0.1:9"}
+    shell.refused("plan", name, env=unreachable)
+    assert json.loads(shell("list", "--json").out)["models"] == []
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("name", NAMES)
 def test_offline_says_what_is_missing(name: str, hub: HubServer, shell: Shell) -> None:
