@@ -37,6 +37,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = options.sampling_params(args)
+    if params.logprobs and not args.json:
+        raise options.UsageError("--logprobs needs --json; see cpmrt generate --help")
     prompt = read_prompt(args)
     with ExitStack() as stack:
         progress = PrefillProgress()

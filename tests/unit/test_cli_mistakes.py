@@ -93,6 +93,7 @@ MISTAKES = [
     Mistake("text for a number", [*GP, "--top-k", "many"], "--top-k: expected an integer, got 'many'", 2),
     Mistake("text for a fraction", [*GP, "--top-p", "most"], "--top-p: expected a number, got 'most'", 2),
     Mistake("fraction of a token", [*GP, "--max-new-tokens", "1.5"], "expected a number of tokens, or none", 2),
+    Mistake("logprobs that nothing shows", [*GP, "--logprobs", "2"], "--logprobs needs --json", 2),
     Mistake("two prompts", [*GP, "again"], "arguments: again; quote the prompt: 'prompt again'", 2),
     Mistake("nonsense memory budget", [*GP, "--memory-budget", "lots"], "a size such as 8GiB", 2),
     Mistake("negative memory budget", [*GP, "--memory-budget=-1"], "a size such as 8GiB", 2),
