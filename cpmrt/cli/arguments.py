@@ -322,8 +322,13 @@ def draft_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return --hf-overrides with the quantisation that --weight-bits asks for."""
+    """Return --hf-overrides with the quantisation that --weight-bits or --block-type asks for. Raises UsageError."""
     overrides: dict[str, Any] | None = args.hf_overrides
+    has_groups = args.weight_bits in (2, 4) or args.draft_weight_bits == 4
+    if args.group_size != _OPTIONS["--group-size"]["default"] and not has_groups:
+        raise UsageError("--group-size needs --weight-bits 2 or 4")
+    if args.block_type is not None and args.weight_bits is not None:
+        raise UsageError("--block-type and --weight-bits exclude each other")
     if args.block_type is not None:
         return (overrides or {}) | {"quantization_config": blocks_config(args.block_type)}
     if args.weight_bits is None:

@@ -88,7 +88,7 @@ def _how_to_fit(
     """Return what to change on the command line so that the plan fits."""
     ways = [f"--context {largest} fits"] if largest else []
     if args.weight_bits is None:
-        smaller = argparse.Namespace(**vars(args) | {"weight_bits": 4})
+        smaller = argparse.Namespace(**vars(args) | {"weight_bits": 4, "block_type": None})
         with suppress(CpmrtError):  # not every matrix can be cut into groups
             _, blueprint = described_model(smaller, settings, target, model=args.model, shape=args.shape)
             context = largest_context(blueprint.plan, budget, blueprint.config.max_positions)

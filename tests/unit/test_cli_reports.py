@@ -89,7 +89,9 @@ def test_plan_that_does_not_fit_is_shown_and_refused(checkpoint, capsys):
     assert err.startswith("cpmrt: error: the plan for 64 tokens of context does not fit") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("wish", [[], ["--context", "128K"], ["--max-context", "131072"]])
+@pytest.mark.parametrize(
+    "wish", [[], ["--context", "128K"], ["--max-context", "131072"], ["--block-type", "Q8_0", "--context", "128K"]]
+)
 def test_what_a_plan_advises_is_an_option_it_has_and_fits(capsys, wish):
     plan = ["plan", "--shape", "minicpm4-8b", "--gpu-memory", "8GiB"]
     assert main([*plan, *wish]) == 1
