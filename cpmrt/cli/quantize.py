@@ -40,12 +40,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     parser.add_argument(
-        "--method", choices=(*METHODS, TERNARY), default="gptq", help="ternary is for models that were trained for it"
-    )
-    parser.add_argument("--format", choices=FORMATS, default="gptq", help="gptq_v2: zero points stored as they are")
+        "--method", choices=(*METHODS, TERNARY), default="gptq",
+        help="ternary is for models that were trained for it (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
-        "--group-size", type=int, choices=GROUP_SIZES, default=128, help="-1: a whole row; 256 is for ternary"
-    )
+        "--format", choices=FORMATS, default="gptq",
+        help="gptq_v2: zero points stored as they are (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--group-size", type=int, choices=GROUP_SIZES, default=128,
+        help="-1: a whole row; 256 is for ternary (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--asymmetric", action="store_true", help="zero points; always so in format awq")
     parser.add_argument(
         "--search", action=argparse.BooleanOptionalAction,
@@ -53,16 +58,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--act-order", action="store_true", help="gptq: columns of large inputs first (desc_act)")
     parser.add_argument("--static-groups", action="store_true", help="gptq: with --act-order, keep groups together")
-    parser.add_argument("--damping", type=float, default=0.01, help="gptq: share of the Hessian's mean diagonal")
+    parser.add_argument(
+        "--damping", type=float, default=0.01, help="gptq: share of the Hessian's mean diagonal (default: %(default)s)"
+    )
     parser.add_argument("--calibration", type=Path, help="text or .jsonl file, or a folder of them (gptq and awq)")
-    parser.add_argument("--windows", type=int, default=128, help="how many calibration windows")
-    parser.add_argument("--window", type=int, default=2048, help="tokens in each")
+    parser.add_argument("--windows", type=int, default=128, help="how many calibration windows (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=2048, help="tokens in each (default: %(default)s)")
     parser.add_argument("--skip-positions", type=int, default=0, help="first positions not calibrated on")
     parser.add_argument(
         "--lm-head", nargs="?", type=int, choices=(4, 8), const=4, default=0, metavar="BITS",
         help="quantise the output head too, if it is not tied, to 4 bits (default) or 8",
     )  # fmt: skip
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what computes (default: %(default)s)"
+    )
 
 
 def check_ternary(options: argparse.Namespace) -> None:

@@ -44,23 +44,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--target-layers", type=int, nargs="+", help="dspark: layers whose outputs it reads")
     texts = parser.add_argument_group("generated text")
     texts.add_argument("--generated", type=Path, help="file to keep the rows in; read if it is there")
-    texts.add_argument("--rows", type=_SIZE, default=4096, help="rows to train on")
-    texts.add_argument("--rows-at-once", type=_SIZE, default=256, help="rows that are generated together")
-    texts.add_argument("--length", type=_SIZE, default=512, help="tokens of a row")
-    texts.add_argument("--prompts", type=_SIZE, default=20000, help="prompts of each text")
-    texts.add_argument("--prompt-length", type=_SIZE, default=32, help="tokens of a prompt, at most")
-    texts.add_argument("--greedy-share", type=float, default=0.25, help="of the rows; the others have T = 0.7 to 1")
+    texts.add_argument("--rows", type=_SIZE, default=4096, help="rows to train on (default: %(default)s)")
+    texts.add_argument(
+        "--rows-at-once", type=_SIZE, default=256, help="rows that are generated together (default: %(default)s)"
+    )
+    texts.add_argument("--length", type=_SIZE, default=512, help="tokens of a row (default: %(default)s)")
+    texts.add_argument("--prompts", type=_SIZE, default=20000, help="prompts of each text (default: %(default)s)")
+    texts.add_argument(
+        "--prompt-length", type=_SIZE, default=32, help="tokens of a prompt, at most (default: %(default)s)"
+    )
+    texts.add_argument(
+        "--greedy-share", type=float, default=0.25,
+        help="of the rows; the others have T = 0.7 to 1 (default: %(default)s)",
+    )  # fmt: skip
     training = parser.add_argument_group("training")
-    training.add_argument("--minutes", type=float, default=60.0)
-    training.add_argument("--steps", type=_STEPS, default=1_000_000, help="0: only measure the draft in OUT/METHOD")
+    training.add_argument("--minutes", type=float, default=60.0, help="most time to train (default: %(default)s)")
+    training.add_argument(
+        "--steps", type=_STEPS, default=1_000_000,
+        help="0: only measure the draft in OUT/METHOD (default: %(default)s)",
+    )  # fmt: skip
     training.add_argument("--resume", action="store_true", help="go on with the draft in OUT/METHOD, in its sizes")
-    training.add_argument("--batch", type=_SIZE, default=16, help="rows of a step")
+    training.add_argument("--batch", type=_SIZE, default=16, help="rows of a step (default: %(default)s)")
     training.add_argument("--passes", type=_SIZE, help="drafted depths that are trained (default: 3)")
     training.add_argument("--learning-rate", type=float, help="at its highest (default: 0.01)")
     training.add_argument("--hidden-weight", type=float, help="eagle2: of the regression (default: 0.1)")
     training.add_argument("--blocks", type=_SIZE, help="dspark: blocks of a row that a step trains on (default: 32)")
-    training.add_argument("--seed", type=int, default=1)
-    training.add_argument("--measured-rows", type=_SIZE, default=64, help="held-out rows of each text and temperature")
+    training.add_argument("--seed", type=int, default=1, help="of all random numbers (default: %(default)s)")
+    training.add_argument(
+        "--measured-rows", type=_SIZE, default=64,
+        help="held-out rows of each text and temperature (default: %(default)s)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from tiny_checkpoint import write_checkpoint
 
 import cpmrt
 from cpmrt import LLM, SamplingParams
-from cpmrt.cli.arguments import MODEL_FIELDS
-from cpmrt.cli.main import COMMANDS, main
+from cpmrt.cli.arguments import MODEL_FIELDS, Parser
+from cpmrt.cli.main import COMMANDS, main, module_name
 from cpmrt.cli.output import printable, write_json, write_table
 from cpmrt.config import Sampling
 from cpmrt.engine import request_seed
@@ -62,6 +63,15 @@ def test_help_names_every_command(capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"cpmrt {cpmrt.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_every_default(command):
+    parser = Parser(prog=command)
+    import_module(module_name(command)).configure(parser)
+    for action in parser._actions:
+        needs_none = not action.option_strings or action.nargs == 0 or action.default in (None, False, [])
+        assert needs_none or "(default: " in action.help, action.option_strings
 
 
 def test_help_imports_no_command(tmp_path):
