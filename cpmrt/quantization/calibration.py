@@ -39,6 +39,10 @@ def read_texts(path: Path) -> Iterator[str]:
 def _documents(path: Path) -> Iterator[str]:
     with open_file(path) as file:
         raw = file.read(_READ_BYTES)
+    if b"\0" in raw:
+        raise CheckpointError(
+            f"{path} is no calibration text", expected="UTF-8", actual="a zero byte", fix="unpack or convert the file"
+        )
     # A character cut in two at the end of what is read is not worth an error.
     text = raw.decode("utf-8", "replace")
     if path.suffix != ".jsonl":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import numpy as np
@@ -353,6 +354,9 @@ def test_calibration_text(tmp_path, model):
     (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n[]\nrest')
     with pytest.raises(CheckpointError, match="line 2"):
         list(read_texts(tmp_path / "bad.jsonl"))
+    (tmp_path / "text.gz").write_bytes(gzip.compress(b"a" * 500))
+    with pytest.raises(CheckpointError, match="text.gz is no calibration text: expected UTF-8, got a zero byte"):
+        list(read_texts(tmp_path / "text.gz"))
     with pytest.raises(ConfigError, match="too short"):
         token_windows(["ab"], tokenizer, 1, 100)
 
