@@ -66,7 +66,11 @@ def token_count(text: str) -> int:
 
 def sparse_setting(text: str) -> SparseSetting:
     """Parse how attention leaves blocks out: a word, or an object of fields."""
-    return text if text in ("auto", "off") else json_object(text)
+    if text in ("auto", "off"):
+        return text
+    if not text.lstrip().startswith("{"):
+        raise argparse.ArgumentTypeError(f"expected auto, off or a JSON object, got {text[:100]!r}")
+    return json_object(text)
 
 
 def token_bias(text: str) -> tuple[int, float]:

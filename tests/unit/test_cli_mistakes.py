@@ -103,6 +103,7 @@ MISTAKES = [
     Mistake("nonsense GPU memory", ["plan", "M", "--gpu-memory", "8XB"], "a size such as 8GiB", 2),
     Mistake("overrides are not JSON", [*GP, "--hf-overrides", "{num_layers: 1}"], "not valid JSON", 2),
     Mistake("overrides are no object", [*GP, "--hf-overrides", "[1]"], "expected a JSON object", 2),
+    Mistake("a word for sparse attention", [*GP, "--sparse", "on"], "expected auto, off or a JSON object, got 'on'", 2),
     Mistake("deep overrides", [*GP, "--hf-overrides", "[" * 100_000], "JSON", 2),
     Mistake("ids that are none", [*G, "--prompt-ids", "1,a"], "expected token ids such as 1,15,27", 2),
     # The prompt
