@@ -64,10 +64,12 @@ class LLM:
     accepted a drafted token must be), method (`config.speculate_argument`) and simulate_accept, for benchmarks on
     random weights: a draft step then gives that many tokens on average, and the text means nothing.
 
-    `load_format="dummy"` fills the config with seeded random weights. `hf_overrides` replace keys of config.json.
-    `sparse`: "auto" (block-sparse attention if config.json has a sparse_config), "off", or fields of it that replace
-    those of config.json or the defaults, such as {"topk": 32}, {} (`config.sparse`). `on_step` is called with every
-    step and its result (`engine.step_log.StepLog` writes them).
+    `load_format="dummy"` fills the config with random weights. They and seeds that requests lack derive from `seed`.
+    `revision` is a branch, tag or commit of a hub. `hf_overrides` replace keys of config.json. `sparse`: "auto"
+    (block-sparse attention if config.json has a sparse_config), "off", or fields of it that replace those of
+    config.json or the defaults, such as {"topk": 32}, {}. A step computes at most `prefill_chunk` tokens of a prompt.
+    On a GPU a launch has `steps_per_launch` decode steps (1 to 8), `cuda_graphs=False` launches kernel by kernel, and
+    with `dependent_launch=False` each kernel waits for the one before. `on_step` is called with each step and result.
 
         >>> llm = LLM()                                              # the bundled model
         >>> llm = LLM("openbmb/MiniCPM4-0.5B", max_sequences=4)      # of the hub, four sequences together

@@ -29,18 +29,19 @@ class SamplingParams:
     of a position depends on the seed and the position alone: requests with one explicit seed share it.
     `stop` strings end the text before them; `stop_token_ids` and the model's own end tokens end it too, unless
     `ignore_eos` drops the latter. `logprobs` = n asks for the chosen token's log-probability and the n best.
-    `n` answers of one prompt have different seeds. `logit_bias` pairs token ids with what is added to their logits; not
-    every executor takes it.
-    `loop_repeats` = n (0: off) ends an answer whose last tokens repeat one run n times, 128 tokens or more in all, with
-    the reason "loop"; with a `loop_penalty` above 1 the first loop raises the repetition penalty to that, and only the
-    next one ends the answer. `max_thinking_tokens` closes a thought that the answer is in after that many tokens, with
-    the model's own marker. Presence and frequency penalties count anew behind a raised penalty, after
-    `max_thinking_tokens` tokens (even if no thought is open) and where a `grammar_trigger` binds.
+    `n` answers of one prompt have different seeds. `logit_bias` pairs token ids, on a GPU at most 300, with what is
+    added to their logits. `presence_penalty` is subtracted from the logits of all tokens that the answer has, and
+    `frequency_penalty` as often as each is there. `loop_repeats` = n (0: off) ends an answer whose last tokens repeat
+    one run n times, 128 tokens or more in all, with the reason "loop"; with a `loop_penalty` above 1 the first loop
+    raises the repetition penalty to that, and only the next one ends the answer. `max_thinking_tokens` closes a thought
+    that the answer is in after that many tokens, with the model's own marker. Presence and frequency penalties count
+    anew behind a raised penalty, after `max_thinking_tokens` tokens (even if no thought is open) and where a
+    `grammar_trigger` binds.
 
     One of these gives the answer a form, token by token: `json_schema` (a dict, its JSON text, a pydantic model or a
-    dataclass), `regex`, `grammar` (in the syntax of Lark) or `choices` (texts, of which one is the answer). A thought
-    that the prompt opens, or that the answer may begin with since `max_thinking_tokens` is set, comes before the form.
-    With `grammar_trigger` the answer is free until it says that text, with which the grammar begins.
+    dataclass), `regex`, `grammar` (in the syntax of Lark or GBNF) or `choices` (texts, of which one is the answer). A
+    thought that the prompt opens, or that the answer may begin with since `max_thinking_tokens` is set, comes before
+    the form. With `grammar_trigger` the answer is free until it says that text, with which the grammar begins.
     """
 
     max_new_tokens: int | None = 128

@@ -106,9 +106,9 @@ class GenerationStats:
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the prefix cache."""
     accept_histogram: tuple[int, ...] = ()
-    """As in `AcceptCounts`."""
+    """Speculative steps by the tokens that they gave: index n counts those that gave n + 1."""
     accept_rates: tuple[float, ...] = ()
-    """As in `AcceptCounts`."""
+    """By depth: the share of steps that accepted a drafted token there, of those that accepted its parent."""
     draft_ms: float | None = None
     verify_ms: float | None = None
     rest_ms: float | None = None

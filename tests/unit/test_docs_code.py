@@ -1,7 +1,8 @@
-"""The Python of README and docs/ runs, with the bundled model in place of those of a hub."""
+"""The Python of README and docs/ runs, with the bundled model for those of a hub; the reference has every setting."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,3 +37,9 @@ def test_a_block_runs(
     known = {"llm": llm, "params": params, "manual": "import os\n" * 100, "question": "def f("}
     exec(compile(code, "block", "exec"), {**known, "__name__": "__main__"})
     assert capsys.readouterr().out or "print(" not in block
+
+
+@pytest.mark.parametrize("kind", [LLM, SamplingParams])
+def test_the_reference_explains_every_setting(kind: type) -> None:
+    text = inspect.getdoc(kind) or ""
+    assert [name for name in inspect.signature(kind).parameters if not re.search(rf"`{name}\b", text)] == []
