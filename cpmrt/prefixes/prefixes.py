@@ -115,7 +115,7 @@ class Prefixes:
         except ClosedError:
             raise
         except (CpmrtError, OSError, ValueError) as error:
-            warnings.warn(f"the prefix folder is of no use: {error}", stacklevel=3)
+            warnings.warn(f"the prefix folder cannot be used, so prompts are computed whole: {error}", stacklevel=3)
 
     def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
         return token_ids in self._stored and self._engine.slots.num_known(token_ids) == len(token_ids)

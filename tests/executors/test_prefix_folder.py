@@ -114,7 +114,7 @@ def test_a_file_with_the_name_of_another_text_is_not_believed(model: Path, tmp_p
 
 def test_a_folder_that_cannot_be_used_costs_a_warning(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="prefix folder is of no use"):
+    with pytest.warns(UserWarning, match="prefix folder cannot be used"):
         ((_, cached),) = ask(model, tmp_path / "file" / "below", "Why?")
     assert cached == 0
     with pytest.raises(ConfigError, match="prefix_dir: expected nothing without the prefix cache"):
@@ -167,4 +167,4 @@ def test_the_command_has_an_option(model: Path, tmp_path: Path, monkeypatch: pyt
     options[3] = str(tmp_path / "file")
     assert main(["chat", "--model", str(model), "--max-new-tokens", "3", *options]) == 0
     warning = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert len(warning) == 1 and warning[0].startswith("cpmrt: warning: the prefix folder is of no use: ")
+    assert len(warning) == 1 and warning[0].startswith("cpmrt: warning: the prefix folder cannot be used, so prompts ")
