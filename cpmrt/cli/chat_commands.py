@@ -102,7 +102,8 @@ def _save(session: ChatSession, argument: str) -> bool:
 
 def _load(session: ChatSession, argument: str) -> bool:
     session.conversation.load(_path(argument))
-    reply(f"loaded {session.conversation.num_turns} turns from {printable(argument)}")
+    turns = session.conversation.num_turns
+    reply(f"loaded {turns} turn{'s' if turns != 1 else ''} from {printable(argument)}")
     return True
 
 

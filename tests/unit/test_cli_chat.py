@@ -196,6 +196,8 @@ def test_a_saved_conversation_goes_on_in_another_run(chat, prompts, tmp_path, ca
     assert chat(f"/load {file}\nthree\n", *SAMPLING) == 0
     assert prompts[-1][0][: len(before)] == before and prompts[-1][0][-1] == ("user", "three")
     assert "loaded 2 turns" in capsys.readouterr().err
+    assert chat(f"/load {file}\n/undo\n/save {file}\n/load {file}\n", *SAMPLING) == 0
+    assert "loaded 1 turn from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("content", "message"), [
