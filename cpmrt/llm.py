@@ -332,7 +332,7 @@ class LLM:
     def load_prefix(self, path: str | Path) -> int:
         """Read a file of `save_prefix`, so that prompts that begin with its tokens begin behind them; return how many.
 
-        Raises PrefixError for a file that is damaged, or of another model, dtype, context or type of keys and values,
+        Raises PrefixError for a file that is damaged, or of another model, dtype, context, kv_dtype or draft,
         and RequestError, ContextLengthError.
         """
         return self._prefixes.load(path)

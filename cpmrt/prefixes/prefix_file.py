@@ -119,7 +119,7 @@ class PrefixFile:
                 raise PrefixError(f"{path} is no prefix file of this version", expected=FORMAT, actual=actual)
             if file.metadata.get("fingerprint") != fingerprint:
                 raise PrefixError(
-                    f"{path} was made by another model, or with other settings of dtype, context, keys and values",
+                    f"{path} was made by another model, or with another dtype, context, kv_dtype, draft or executor",
                     fix=_MAKE_AGAIN,
                 )
             tokens = file.entries.get("token_ids")
