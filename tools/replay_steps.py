@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cpmrt.cli.arguments import Parser, UsageError, add_model_options, llm_arguments  # noqa: E402
+from cpmrt.cli.arguments import add_model_options, llm_arguments  # noqa: E402
+from cpmrt.cli.parser import Parser, UsageError  # noqa: E402
 from cpmrt.engine.step_log import read_steps, replay  # noqa: E402
 from cpmrt.errors import ConfigError, CpmrtError, reason_of  # noqa: E402
 from cpmrt.executor import Executor, SlotResult, Step, StepResult  # noqa: E402

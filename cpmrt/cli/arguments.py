@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import re
-import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
-from difflib import get_close_matches
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from cpmrt.bench.shapes import blocks_config, gptq_config, ternary_config
 from cpmrt.cli.option_values import (
     draft_vocab,
     json_object,
     memory_size,
-    number,
     prefix_cache,
     sparse_setting,
     text_of_file,
@@ -23,7 +19,7 @@ from cpmrt.cli.option_values import (
     token_count,
     token_limit,
 )
-from cpmrt.cli.output import write
+from cpmrt.cli.parser import UsageError
 from cpmrt.config import EngineConfig, SamplingParams
 from cpmrt.config.form import FORM_FIELDS
 from cpmrt.config.quantization import GROUP_SIZES
@@ -33,45 +29,6 @@ class Options(Protocol):
     """A parser, or a group of its options."""
 
     def add_argument(self, *names: str, **settings: Any) -> Any: ...
-
-
-class UsageError(Exception):
-    """The command line itself is wrong; the message is one line."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, in our words and without the usage before it."""
-
-    def __init__(self, **settings: Any):
-        # Descriptions are docstrings, laid out already.
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
-        self.register("type", int, number(int, "an integer"))
-        self.register("type", float, number(float, "a number"))
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line. An error about an unknown option names the nearest that there is; one about words that
-        belong to nothing says how to quote a prompt."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-            meant = "".join(nearest(option, self._option_string_actions) for option in options)
-            if not options and getattr(parsed, "prompt", None) is not None:
-                meant = f"; quote the prompt: {shlex.quote(' '.join([parsed.prompt, *unknown]))}"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-        return parsed
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own drops what --help and --version cannot write, without a word.
-        write(message)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """Return a hint at the one of `words` that is most like `word`, or nothing where none is."""
-    found = get_close_matches(word, words, n=1, cutoff=0.7)
-    return f" (did you mean {found[0]}?)" if found else ""
 
 
 # Option -> its settings, for options that fill no field of a dataclass.
@@ -214,10 +171,6 @@ def add_options(parser: Options, *names: str) -> None:
         parser.add_argument(name, **_OPTIONS[name])
 
 
-def add_quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing on standard error but errors")
-
-
 def add_model_source(parser: Options, *, positional: bool = False) -> None:
     """Add --model, if `positional` also MODEL, and --revision."""
     described = "a folder, .gguf file, Hugging Face id or modelscope:ID, also ID:Q4_K_M; demo, the default, is bundled"
@@ -288,16 +241,6 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Return the sampling that the options ask for. Raises RequestError."""
     names = [field.name for field in fields(SamplingParams) if field.name != "seed"]
     return SamplingParams(**_given(args, *names))
-
-
-def naming_options(message: str) -> str:
-    """Replace the fields of SamplingParams in an error by the options that fill them."""
-
-    def option(match: re.Match[str]) -> str:
-        name = match[1].removesuffix("s") if match[1] == "stop_token_ids" else match[1]
-        return f"--{name.replace('_', '-')}"
-
-    return re.sub(r"SamplingParams\.(\w+)", option, message)
 
 
 def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:

@@ -21,6 +21,7 @@ from cpmrt.bench.views import check_can_plot, plot
 from cpmrt.cli import arguments as options
 from cpmrt.cli import option_values
 from cpmrt.cli.output import note, printable, write, write_table
+from cpmrt.cli.parser import UsageError
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ConfigError, CpmrtError
 from cpmrt.llm import LLM
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     options.check_one_source(args, "bench")
     asked = "--block-type" if args.block_type else "--weight-bits" if args.weight_bits else ""
     if asked and not args.shape and args.load_format != "dummy":
-        raise options.UsageError(f"{asked} needs random weights: --shape, or --load-format dummy")
+        raise UsageError(f"{asked} needs random weights: --shape, or --load-format dummy")
     changes = options.draft_changes(args)
     for path in filter(None, (args.json, args.plot)):
         _check_folder(path)
@@ -133,7 +134,7 @@ def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
         settings["speculate"] = wishes | {"adaptive": False, "simulate_accept": args.simulate_accept}
     needed = max(case.sequences for case in cases)
     if args.max_sequences is not None and args.max_sequences < needed:
-        raise options.UsageError(f"--max-sequences {args.max_sequences}: a case has {needed} sequences")
+        raise UsageError(f"--max-sequences {args.max_sequences}: a case has {needed} sequences")
     return settings | {
         "max_sequences": args.max_sequences or needed,
         "cuda_graphs": not args.no_graphs,

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 
 from cpmrt import LLM, __version__, env
 from cpmrt.cli.arguments import (
-    Parser,
-    UsageError,
     add_engine_options,
     add_model_argument,
     add_model_options,
@@ -30,6 +28,7 @@ from cpmrt.cli.listeners import StopAtOnce, StopOnInterrupt
 from cpmrt.cli.local_model import LocalModel
 from cpmrt.cli.multiline import messages
 from cpmrt.cli.output import note, printable
+from cpmrt.cli.parser import Parser, UsageError
 from cpmrt.cli.prompt_source import decoded
 from cpmrt.cli.remote import RemoteModel
 from cpmrt.server.access import check_key

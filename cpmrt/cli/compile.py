@@ -18,6 +18,7 @@ from cpmrt.cli import arguments as options
 from cpmrt.cli import option_values
 from cpmrt.cli.described_model import add_description_options, described_model
 from cpmrt.cli.output import printable, write
+from cpmrt.cli.parser import UsageError
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.build import cubin_cache
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """
     options.check_one_source(args, "compile")
     if args.sms and not args.arch:
-        raise options.UsageError("--sms needs --arch; see cpmrt compile --help")
+        raise UsageError("--sms needs --arch; see cpmrt compile --help")
     settings = options.engine_config(args)
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
         before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()

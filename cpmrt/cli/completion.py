@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from cpmrt.cli.arguments import Parser, add_quiet
 from cpmrt.cli.main import COMMANDS, module_name
 from cpmrt.cli.output import write
+from cpmrt.cli.parser import Parser, add_quiet
 
 _FOLDERS = ("MODEL", "DRAFT", "OUT", "SOURCE", "TARGET")
 _FILES = ("FILE", "N|FILE", "TEXT")

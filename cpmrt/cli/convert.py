@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cpmrt.cli.arguments import UsageError
 from cpmrt.cli.output import note
+from cpmrt.cli.parser import UsageError
 from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.quantization.marlin_conversion import convert
 from cpmrt.quantization.outputs import check_new

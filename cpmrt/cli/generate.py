@@ -15,6 +15,7 @@ from cpmrt import LLM
 from cpmrt.cli import arguments as options
 from cpmrt.cli.listeners import PrefillProgress, step_log, tell
 from cpmrt.cli.output import cost_lines, note, summary, write, write_json
+from cpmrt.cli.parser import UsageError
 from cpmrt.cli.prompt_source import add_prompt_options, read_prompt
 from cpmrt.config import EngineConfig, SamplingParams
 from cpmrt.generation import Completion
@@ -38,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     params = options.sampling_params(args)
     if params.logprobs and not args.json:
-        raise options.UsageError("--logprobs needs --json; see cpmrt generate --help")
+        raise UsageError("--logprobs needs --json; see cpmrt generate --help")
     prompt = read_prompt(args)
     with ExitStack() as stack:
         progress = PrefillProgress()

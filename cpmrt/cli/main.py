@@ -15,8 +15,8 @@ import warnings
 from collections.abc import Sequence
 
 from cpmrt import __version__
-from cpmrt.cli.arguments import Parser, UsageError, add_quiet, naming_options, nearest
 from cpmrt.cli.output import complain, discard_stdout, discard_unwritten_remarks, printable, show_remarks
+from cpmrt.cli.parser import Parser, UsageError, add_quiet, naming_options, nearest
 from cpmrt.errors import CpmrtError
 
 COMMANDS = {

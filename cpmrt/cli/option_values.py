@@ -11,7 +11,7 @@ from typing import Any
 
 from cpmrt.config import SparseSetting
 from cpmrt.config.engine import KEEP_ANSWERS, parse_bytes
-from cpmrt.errors import ConfigError, quoted, reason_of
+from cpmrt.errors import ConfigError, reason_of
 
 
 def memory_size(text: str) -> int:
@@ -31,18 +31,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text[:100]!r}")
     return value
-
-
-def number(kind: type[int] | type[float], what: str) -> Callable[[str], int | float]:
-    """Return a parser for an option that is a number; its errors say that they expected `what`."""
-
-    def parsed(text: str) -> int | float:
-        try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {what}, got {quoted(text)}") from None
-
-    return parsed
 
 
 def integer(low: int, high: int, what: str = "a positive integer") -> Callable[[str], int]:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from cpmrt.cli.arguments import UsageError
+from cpmrt.cli.parser import UsageError
 from cpmrt.errors import RequestError, reason_of
 
 MAX_PROMPT_BYTES = 64 * 2**20

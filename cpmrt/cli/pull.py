@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 
-from cpmrt.cli.arguments import UsageError, add_options
+from cpmrt.cli.arguments import add_options
 from cpmrt.cli.output import printable, write
+from cpmrt.cli.parser import UsageError
 from cpmrt.text import Tokenizer
 from cpmrt.weights import hub
 from cpmrt.weights.model_folder import ModelFolder

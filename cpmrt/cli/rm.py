@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 
 from cpmrt.byte_sizes import format_bytes
-from cpmrt.cli.arguments import nearest
 from cpmrt.cli.output import printable, write
+from cpmrt.cli.parser import nearest
 from cpmrt.errors import ConfigError, quoted
 from cpmrt.weights.hub_cache import cached_models
 

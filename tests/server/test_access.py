@@ -10,8 +10,8 @@ import pytest
 from serving import saying_llm, serving
 from starlette.middleware.cors import CORSMiddleware
 
-from cpmrt.cli.arguments import Parser
 from cpmrt.cli.main import main
+from cpmrt.cli.parser import Parser
 from cpmrt.cli.serve import configure
 from cpmrt.errors import ConfigError
 from cpmrt.server.access import ApiKeys, read_keys, tls_context

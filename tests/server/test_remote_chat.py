@@ -15,8 +15,9 @@ from dataclasses import fields, replace
 import pytest
 from serving import saying_llm, serving
 
-from cpmrt.cli.arguments import Parser, add_sampling_options, sampling_params
+from cpmrt.cli.arguments import add_sampling_options, sampling_params
 from cpmrt.cli.main import main
+from cpmrt.cli.parser import Parser
 from cpmrt.cli.remote import RemoteModel
 from cpmrt.executor import ExecutorLimits
 from cpmrt.server.schema import read_chat

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import CONFIG, write_checkpoint
 
 from cpmrt import LLM
-from cpmrt.cli.arguments import Parser
 from cpmrt.cli.main import main
+from cpmrt.cli.parser import Parser
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scripted import ScriptedExecutor, plain_continuation
 
-from cpmrt.cli.arguments import Parser, add_model_options, llm_arguments
+from cpmrt.cli.arguments import add_model_options, llm_arguments
+from cpmrt.cli.parser import Parser
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.loan import borrowed_slot

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cpmrt.cli.arguments import Parser
 from cpmrt.cli.main import COMMANDS, module_name
+from cpmrt.cli.parser import Parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))

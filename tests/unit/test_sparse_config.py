@@ -12,8 +12,9 @@ from tiny_checkpoint import CONFIG
 
 from cpmrt.bench.shapes import shape_config
 from cpmrt.bench.work import decode_bytes, prefill_flops
-from cpmrt.cli.arguments import Parser, UsageError, add_model_options, llm_arguments
+from cpmrt.cli.arguments import add_model_options, llm_arguments
 from cpmrt.cli.main import main
+from cpmrt.cli.parser import Parser, UsageError
 from cpmrt.config import EngineConfig, ModelConfig, SparseConfig, with_sparse_setting
 from cpmrt.errors import ConfigError, UnsupportedModelError
 from cpmrt.models.planning import plan_model

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cpmrt.cli.arguments import Parser, add_draft_options, draft_arguments
+from cpmrt.cli.arguments import add_draft_options, draft_arguments
+from cpmrt.cli.parser import Parser
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.config.speculate_argument import named_drafts, read_speculation
 from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS, InnerDraft

@@ -1,0 +1,78 @@
+"""The parser of every command line, in our words. It imports nothing that takes time: every start waits for it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+from cpmrt.cli.output import write
+from cpmrt.errors import quoted
+
+
+class UsageError(Exception):
+    """The command line itself is wrong; the message is one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, in our words and without the usage before it."""
+
+    def __init__(self, **settings: Any):
+        # Descriptions are docstrings, laid out already.
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+        self.register("type", int, number(int, "an integer"))
+        self.register("type", float, number(float, "a number"))
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line. An error about an unknown option names the nearest that there is; one about words that
+        belong to nothing says how to quote a prompt."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            meant = "".join(nearest(option, self._option_string_actions) for option in options)
+            if not options and getattr(parsed, "prompt", None) is not None:
+                meant = f"; quote the prompt: {shlex.quote(' '.join([parsed.prompt, *unknown]))}"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return parsed
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own drops what --help and --version cannot write, without a word.
+        write(message)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """Return a hint at the one of `words` that is most like `word`, or nothing where none is."""
+    found = get_close_matches(word, words, n=1, cutoff=0.7)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def number(kind: type[int] | type[float], what: str) -> Callable[[str], int | float]:
+    """Return a parser for an option that is a number; its errors say that they expected `what`."""
+
+    def parsed(text: str) -> int | float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {what}, got {quoted(text)}") from None
+
+    return parsed
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="say nothing on standard error but errors")
+
+
+def naming_options(message: str) -> str:
+    """Replace the fields of SamplingParams in an error by the options that fill them."""
+
+    def option(match: re.Match[str]) -> str:
+        name = match[1].removesuffix("s") if match[1] == "stop_token_ids" else match[1]
+        return f"--{name.replace('_', '-')}"
+
+    return re.sub(r"SamplingParams\.(\w+)", option, message)
