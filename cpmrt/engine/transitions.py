@@ -238,9 +238,8 @@ def fill_masks(sequences: Iterable[Sequence]) -> list[Sequence]:
     Returns the sequences whose grammar has failed there; they are finished.
     """
     waiting = [seq for seq in sequences if seq.guide and seq.phase is Phase.DECODE and seq.num_in_flight == 1]
-    if not waiting:
-        return waiting
-    fill_masks_of([seq.guide for seq in waiting if seq.guide])
+    if waiting:
+        fill_masks_of([seq.guide for seq in waiting if seq.guide])
     return [seq for seq in waiting if _has_failed(seq)]
 
 
