@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from concurrent.futures import Future
-from itertools import count
 from random import Random
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cpmrt import SamplingParams
 from cpmrt.errors import FormError, RequestError
-from cpmrt.grammar import Grammars, Thought, mask_threads, matcher
+from cpmrt.grammar import Grammars, Thought, mask_threads
 from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.matcher import AnswerMatcher
 from cpmrt.text import Tokenizer
@@ -313,8 +313,8 @@ def test_after_one_slow_mask_the_threads_do_not_stay(threaded, monkeypatch):
     """Few answers, of which the first mask took long, as it does while the lexer is made."""
     monkeypatch.setattr(mask_threads, "_FEWEST_ANSWERS", 8)
     monkeypatch.setattr(mask_threads, "_LEAST_SECONDS", 0.01)
-    ticks = count(step=1e-4)  # any mask but the first takes so long, however busy the machine is
-    monkeypatch.setattr(matcher, "perf_counter", lambda: next(ticks))
+    ticks = itertools.count(step=1e-4)  # any mask but the first takes so long, however busy the machine is
+    monkeypatch.setattr("cpmrt.grammar.matcher.perf_counter", lambda: next(ticks))
     answers = [threaded.matcher(SamplingParams(regex="[ab]{90}").form, Thought())() for _ in range(3)]
     woken, compute = [], mask_threads.MaskThreads.masks
     monkeypatch.setattr(mask_threads.MaskThreads, "masks", lambda *each: woken.append(each) or compute(*each))
