@@ -57,6 +57,11 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(self.lines)
 
+    @property
+    def echoes(self) -> bool:
+        """Whether the terminal shows what is typed by itself."""
+        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
+
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 

@@ -1,7 +1,8 @@
 """The program `cpmrt`: it runs a command and turns every way that can end into an exit code.
 
-0: done. 1: a CpmrtError, one line on stderr. 2: wrong usage, one line on stderr. 130: Ctrl-C. 141: the reader of
-standard output went away (`| head`). Any other exception is a bug and keeps its traceback.
+0: done. 1: a CpmrtError, one line on stderr. 2: wrong usage, one line on stderr. 130: Ctrl-C. 129, 143: SIGHUP and
+SIGTERM, which `serve` takes in its own way. 141: the reader of standard output went away (`| head`). Any other
+exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from cpmrt import __version__
+from cpmrt.cli.ending_signals import leaving_on_signals
 from cpmrt.cli.output import complain, discard_stdout, discard_unwritten_remarks, printable, show_remarks
 from cpmrt.cli.parser import Parser, UsageError, add_quiet, naming_options, nearest
 from cpmrt.errors import CpmrtError
@@ -76,11 +79,11 @@ def _run(arguments: list[str]) -> int:
         add_quiet(parser)
         args = parser.parse_args(arguments[1:])
         _start_log(is_quiet=args.quiet)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nullcontext() if command == "serve" else leaving_on_signals():
             warnings.showwarning = _show_warning
             code: int = module.run(args)
         return code
-    except SystemExit as leaving:  # --help and --version
+    except SystemExit as leaving:  # --help, --version and signals
         return leaving.code if isinstance(leaving.code, int) else 0
 
 

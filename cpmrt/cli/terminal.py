@@ -55,7 +55,8 @@ def hidden_typing() -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+        with suppress(termios.error):  # the terminal has been closed
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 def _session(commands: Sequence[str]) -> PromptSession[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import stat
 import sys
 import time
@@ -147,6 +148,16 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(chat):
 
 
 @pytest.mark.all
+def test_a_signal_that_ends_the_chat_leaves_a_terminal_that_shows_what_is_typed(chat):
+    with chat(delay_s=0.02) as terminal:
+        terminal.wait_for_prompt()
+        terminal.type(f"say({LONG})yas\r")
+        terminal.wait("\nword")
+        assert not terminal.echoes
+        terminal.child.send_signal(signal.SIGTERM)
+        assert terminal.end() == 143 and terminal.echoes
+
+
 def test_the_history_is_kept_between_runs_for_this_user_alone(chat, tmp_path):
     for _ in range(2):
         with chat() as terminal:

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,32 @@ def test_ctrl_c_is_quiet(checkpoint):
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130 and err == b""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_quantize_leaves_nothing_of_its_folder(tmp_path, number):
+    text, folder = tmp_path / "text.txt", tmp_path / "made"
+    text.write_text("def f(x):\n    return x + 1\n" * 4000)
+    folder.mkdir()
+    child = start("quantize", "demo", folder / "out", "--calibration", text)
+    deadline = time.monotonic() + 60
+    while not list(folder.glob(".out.*")):
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(number)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 128 + number and b"Traceback" not in err
+    assert not list(folder.iterdir())
+
+
+def test_a_signal_that_was_ignored_stays_so(checkpoint):
+    child = long_run(checkpoint, "abc", preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert child.stdout.read(20)
+    child.send_signal(signal.SIGHUP)
+    assert child.stdout.read(20)
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 143 and err == b""
 
 
 def test_a_closed_pipe_is_quiet(checkpoint):
