@@ -10,8 +10,8 @@ import fcntl
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -60,24 +60,53 @@ class HuggingFace:
         _snapshot(name, commit, literal(files), has_bars=shows_bars() and env.wants_parallel_transfer())
 
     def cached(self) -> list[CachedRepository]:
-        """Return the models in the cache; data sets there are none of ours."""
+        """Return the models in the cache, with what interrupted downloads left; data sets there are none of ours."""
         found = _scan()
-        return [
+        if found is None:
+            return []
+        whole = [
             CachedRepository(
                 repository.repo_id, repository.repo_path,
                 tuple(revision.snapshot_path for revision in repository.revisions),
-                repository.size_on_disk, repository.last_modified,
+                repository.size_on_disk + _num_bytes(repository.repo_path.glob("blobs/*.incomplete")),
+                repository.last_modified,
             )
-            for repository in (found.repos if found else ()) if repository.repo_type == "model"
+            for repository in found.repos if repository.repo_type == "model"
         ]  # fmt: skip
+        return whole + _damaged({repository.path.name for repository in whole})
 
     def remove(self, repository: CachedRepository) -> None:
         """Remove a repository as the library does, which knows what other repositories share with it."""
-        commits = [folder.name for folder in repository.folders]
         found = _scan()
-        if found:
-            found.delete_revisions(*commits).execute()
-        shutil.rmtree(repository.path, ignore_errors=True)  # where no revision is whole, the library finds none
+        if found and any(other.repo_path == repository.path for other in found.repos):
+            found.delete_revisions(*(folder.name for folder in repository.folders)).execute()
+        if repository.path.exists():  # the library passes over it, or finds no revision
+            shutil.rmtree(repository.path)
+
+
+def _damaged(known: Collection[str]) -> list[CachedRepository]:
+    """Return the models that the library passes over, as of one of their revisions a file or all is gone."""
+    from huggingface_hub import constants
+
+    paths = (path for path in Path(constants.HF_HUB_CACHE).expanduser().glob("models--*") if path.name not in known)
+    return [
+        CachedRepository(
+            path.name.removeprefix("models--").replace("--", "/"), path,
+            tuple(folder for folder in path.glob("snapshots/*") if all(file.exists() for file in folder.rglob("*"))),
+            _num_bytes(file for file in path.rglob("*") if file.is_file() and not file.is_symlink()),
+            path.stat().st_mtime,
+        )
+        for path in paths if path.is_dir() and not path.is_symlink()
+    ]  # fmt: skip
+
+
+def _num_bytes(files: Iterable[Path]) -> int:
+    """Add the sizes of files; those that another process takes away meanwhile have none."""
+    total = 0
+    for file in files:
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def _scan() -> HFCacheInfo | None:

@@ -84,6 +84,23 @@ def test_a_model_is_pulled_listed_run_offline_and_removed(name: str, hub: HubSer
     assert not list(shell.home.rglob("*.safetensors"))
 
 
+@pytest.mark.parametrize("damage", ["blob", "revision"])
+def test_a_model_that_lost_a_part_is_listed_completed_and_removed(shell: Shell, model: Path, damage: str) -> None:
+    folder = Path(shell("pull", "org/tiny").out.strip())
+    if damage == "blob":
+        (folder / "tokenizer.json").resolve().unlink()
+    else:
+        (folder.parents[1] / "refs" / "other").write_text("0" * 40)
+    (listed,) = json.loads(shell("list", "--json").out)["models"]
+    weights = (model / "model.safetensors").stat().st_size
+    assert listed["name"] == "org/tiny" and listed["bytes"] > weights
+    assert listed["state"] == ("incomplete" if damage == "blob" else "ready")
+    assert shell("pull", "org/tiny").code == 0 and (folder / "tokenizer.json").exists()
+    removed = shell("rm", "org/tiny")
+    assert removed.out.startswith("removed org/tiny: 4") and removed.err == ""
+    assert not folder.parents[1].exists()
+
+
 GENERATE = ("generate", "abc", "--executor", "reference", "-m")
 
 
@@ -134,7 +151,8 @@ def test_an_interrupted_download_goes_on_where_it_ended(name: str, hub: HubServe
     process.communicate()
     hub.wait.set()
     assert not list(shell.home.rglob("*.safetensors"))
-    assert json.loads(shell("list", "--json").out)["models"][0]["state"] == "incomplete"
+    (listed,) = json.loads(shell("list", "--json").out)["models"]
+    assert listed["state"] == "incomplete" and listed["bytes"] > 10 << 20
     pulled = shell("pull", name)
     assert pulled.code == 0 and " MiB are here, to " in pulled.err, pulled.err
     (path,) = shell.home.rglob("model.safetensors")
