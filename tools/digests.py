@@ -185,30 +185,44 @@ def opened(case: Case, executor: str) -> Iterator[LLM]:
         yield llm
 
 
+def read_digests(text: str) -> dict[str, str]:
+    """Return what an earlier call has written. Raises ArgumentTypeError: a wrong file is told before the cases run."""
+    try:
+        digests = json.loads(Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: expected a file that --write has written, got {error}") from error
+    if not isinstance(digests, dict):
+        raise argparse.ArgumentTypeError(f"{text}: expected a JSON object that --write has written")
+    return digests
+
+
 def main(arguments: Sequence[str]) -> int:
     """Compute, print, write and compare; 1 if a digest differs or a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--executor", choices=("reference", "cuda"), required=True)
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose names it finds")
     parser.add_argument("--write", type=Path, metavar="FILE", help="add the digests to this JSON object")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="with the digests written there")
+    parser.add_argument("--compare", type=read_digests, metavar="FILE", help="with the digests written there")
     args = parser.parse_args(arguments)
-    cases = reference_cases() if args.executor == "reference" else cuda_cases()
+    every = list(reference_cases() if args.executor == "reference" else cuda_cases())
+    cases = [case for case in every if re.search(args.only, case.name)]
+    if not cases:  # or no case at all would pass for equality
+        parser.error(f"--only: {args.only!r} finds none of {', '.join(case.name for case in every)}")
     found: dict[str, str] = {}
     for case in cases:
-        if re.search(args.only, case.name):
-            begun = time.monotonic()
-            try:
-                found[case.name] = digest(case, args.executor)
-            except Exception as error:  # one case must not hide the others
-                found[case.name] = f"FAILED {type(error).__name__}: {error}"
-            print(f"{case.name:36s} {found[case.name]}  {time.monotonic() - begun:.1f} s", flush=True)
-            if args.write:
-                known = json.loads(args.write.read_text()) if args.write.exists() else {}
-                args.write.write_text(json.dumps(known | found, indent=1))
-    expected = json.loads(args.compare.read_text()) if args.compare else found
+        begun = time.monotonic()
+        try:
+            found[case.name] = digest(case, args.executor)
+        except Exception as error:  # one case must not hide the others
+            found[case.name] = f"FAILED {type(error).__name__}: {error}"
+        print(f"{case.name:36s} {found[case.name]}  {time.monotonic() - begun:.1f} s", flush=True)
+        if args.write:
+            known = json.loads(args.write.read_text()) if args.write.exists() else {}
+            args.write.write_text(json.dumps(known | found, indent=1))
+    expected = found if args.compare is None else args.compare
     wrong = [name for name in found if found[name] != expected.get(name) or found[name].startswith("FAILED")]
-    print(f"{len(found)} cases, {len(found) - len(wrong)} equal" + (f"; NOT: {', '.join(wrong)}" if wrong else ""))
+    good = f"{len(found) - len(wrong)} {'done' if args.compare is None else 'equal'}"
+    print(f"{len(found)} cases, {good}" + (f"; NOT: {', '.join(wrong)}" if wrong else ""))
     return int(bool(wrong))
 
 

@@ -245,11 +245,19 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
     return found
 
 
+def read_traces(text: str) -> Any:
+    """Return what an earlier call has kept. Raises ArgumentTypeError: a wrong file is told before all is traced."""
+    try:
+        return json.loads(zlib.decompress(Path(text).read_bytes()))
+    except (OSError, ValueError, zlib.error) as error:
+        raise argparse.ArgumentTypeError(f"{text}: expected a file that --write has written, got {error}") from error
+
+
 def main(arguments: Sequence[str]) -> int:
     """Trace, write and compare; 1 if a graph differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the traces")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="with those that were kept there")
+    parser.add_argument("--compare", type=read_traces, metavar="FILE", help="with those that were kept there")
     args = parser.parse_args(arguments)
     graphs = {
         f"{device} | {name} | {graph}": launches
@@ -261,9 +269,9 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{len(graphs)} graphs, {sum(map(len, graphs.values()))} launches")
     if args.write:
         args.write.write_bytes(zlib.compress(json.dumps(graphs).encode()))
-    if not args.compare:
+    if args.compare is None:
         return 0
-    wrong = differences(json.loads(zlib.decompress(args.compare.read_bytes())), graphs)
+    wrong = differences(args.compare, graphs)
     print("\n".join([*wrong[:10], f"{len(wrong)} graphs differ"]))
     return int(bool(wrong))
 

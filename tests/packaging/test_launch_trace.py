@@ -1,10 +1,15 @@
-"""tools/launch_trace.py: it traces what a start launches, and sees a launch that has changed."""
+"""tools/launch_trace.py: it traces what a start launches, and sees a launch that has changed.
+
+It and tools/digests.py refuse to compare with nothing.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 # In a process of its own: the tool puts a stand-in in CuPy's place.
@@ -38,3 +43,21 @@ assert lengths == sorted(set(lengths)), "what is known of a row spares launches"
 def test_a_start_is_traced_and_a_change_is_seen() -> None:
     ended = subprocess.run([sys.executable, "-c", CHECK], cwd=TOOLS, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("tool", [("launch_trace.py",), ("digests.py", "--executor", "reference")])
+@pytest.mark.parametrize("content", [None, "no traces"])
+def test_a_file_that_holds_nothing_to_compare_with_is_refused_at_once(tmp_path, tool, content) -> None:
+    path = tmp_path / "before"
+    if content is not None:
+        path.write_text(content)
+    command = [sys.executable, TOOLS / tool[0], *tool[1:], "--compare", path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert f"{path}: expected a file that --write has written, got " in ended.stderr.splitlines()[-1]
+
+
+def test_digests_of_no_case_are_an_error() -> None:
+    command = [sys.executable, TOOLS / "digests.py", "--executor", "reference", "--only", "dmeo"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2 and "--only: 'dmeo' finds none of " in ended.stderr and "demo" in ended.stderr
