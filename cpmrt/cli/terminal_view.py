@@ -151,11 +151,11 @@ class WrappedLines:
         self._spaces = ""
 
     def _add(self, char: str) -> None:
-        is_wide = cell_len(char) > 1
-        if is_wide or cell_len(self._word) >= self._width:
+        cells = cell_len(char)  # none: an accent or a vowel sign, which stays with its letter
+        if cells > 1 or (cells and cell_len(self._word) >= self._width):
             self._end_word()
         self._word += char
-        if is_wide:
+        if cells > 1:
             self._end_word()
 
     def _end_word(self) -> None:

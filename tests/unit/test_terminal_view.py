@@ -62,6 +62,17 @@ def test_no_word_is_lost_or_broken(text, places):
         assert out.getvalue().split() == text.split()
 
 
+def test_an_accent_stays_with_its_letter_where_a_long_word_is_broken():
+    letters = "e\u0301" * (2 * WIDTH)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        lines = WrappedLines(Console(file=out), WIDTH)
+        lines.push(letters)
+        lines.flush()
+    written = out.getvalue().split("\n")
+    assert "".join(written) == letters and [line[0] for line in written] == ["e"] * 3
+
+
 @examples(40)
 @given(texts, cuts)
 def test_the_screen_is_the_same_wherever_the_text_is_cut(text, places):
