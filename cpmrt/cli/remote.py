@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -52,13 +53,14 @@ class RemoteModel:
             self._port = parts.port
         except ValueError as error:
             raise RequestError(f"--url: {error}") from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        host = parts.hostname or ""
+        if parts.scheme not in ("http", "https") or not re.fullmatch(r"[^\x00-\x20\x7f]+", host):
             raise RequestError("--url", expected="http://HOST:PORT", actual=quoted(url))
         if params.grammar_trigger is not None:
             fix = "leave it out, or chat with a model here, without --url"
             raise RequestError("--grammar-trigger cannot be sent to a server, whose API has no field for it", fix=fix)
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-        self._host, self._where = parts.hostname, f"{parts.scheme}://{parts.netloc}"
+        self._host, self._where = host, f"{parts.scheme}://{parts.netloc}"
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"Content-Type": "application/json"}
         if api_key:

@@ -163,6 +163,7 @@ def test_old_turns_make_room_for_whole_answers(chat, tmp_path, capsys):
     ("http://", "--url"),
     ("http://[bad", "--url: Invalid IPv6 URL"),
     ("http://a\u2100b", "--url"),
+    ("http://a b", "--url: expected http://HOST:PORT, got 'http://a b'"),
 ])  # fmt: skip
 def test_a_server_that_is_not_there_is_one_line(chat, capsys, url, message):
     assert chat(url, "hi\n") == 1
