@@ -191,11 +191,12 @@ class RemoteAnswer:
     @property
     def completion(self) -> Completion:
         """The answer so far, its tokens as the server counts them at the end, its times as seen from here."""
+        began_at = self._began_at or self._ended_at  # an answer without text was waited for to its end
         stats = GenerationStats(
             prompt_tokens=_count(self._usage.get("prompt_tokens")),
             new_tokens=_count(self._usage.get("completion_tokens")),
-            prefill_s=max(0.0, self._began_at - self._asked_at),
-            decode_s=max(0.0, self._ended_at - self._began_at),
+            prefill_s=max(0.0, began_at - self._asked_at),
+            decode_s=max(0.0, self._ended_at - began_at),
         )
         return Completion(self.text, (), self._finish_reason, (), stats)
 

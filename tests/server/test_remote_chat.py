@@ -197,6 +197,11 @@ def test_the_time_of_the_prompt_is_that_until_the_first_text(chat, tmp_path, cap
     assert 0.3 <= seconds < 5
 
 
+def test_an_answer_without_text_took_no_time_after_its_prompt(chat, says, capsys):
+    assert chat(says.url, "say()yas\n", "--stats") == 0
+    assert re.search(r"prompt \d+ tokens in [\d.]+ s .*, new \d tokens?, finish: stop", capsys.readouterr().err)
+
+
 def test_a_key_that_the_server_wants(chat, tmp_path, capsys, monkeypatch):
     with serving(lambda: saying_llm(tmp_path, lambda prompt: "ok"), api_keys=("sesame",)) as server:
         assert chat(server.url, "hi\n") == 1 and "API key" in capsys.readouterr().err
