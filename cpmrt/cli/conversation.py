@@ -111,7 +111,7 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Write the messages as JSON, for this user's eyes only, and all at once.
 
-        Replaces a conversation, but no other file. Raises RequestError.
+        Replaces a conversation, also one that `path` links to, but no other file. Raises RequestError.
         """
         if os.path.lexists(path):
             try:
@@ -120,13 +120,14 @@ class Conversation:
                 raise RequestError(f"{path} exists and is no conversation", fix="save to another file") from error
         text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1)
         try:
-            number, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+            target = Path(os.path.realpath(path))
+            number, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         except (OSError, ValueError) as error:
             raise _failed(path, "written", error) from error
         try:
             with open(number, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
-            os.replace(name, path)
+            os.replace(name, target)
         except (OSError, ValueError) as error:
             with suppress(OSError):
                 os.unlink(name)

@@ -200,6 +200,14 @@ def test_a_saved_conversation_goes_on_in_another_run(chat, prompts, tmp_path, ca
     assert "loaded 1 turn from" in capsys.readouterr().err
 
 
+def test_a_link_to_a_saved_conversation_stays_one(chat, tmp_path):
+    (tmp_path / "kept").mkdir()
+    file, link = tmp_path / "kept" / "one.json", tmp_path / "last.json"
+    link.symlink_to(file)
+    assert chat(f"one\n/save {file}\ntwo\n/save {link}\n", *SAMPLING) == 0
+    assert link.is_symlink() and len(json.loads(file.read_text())["messages"]) == 4
+
+
 @pytest.mark.parametrize(("content", "message"), [
     (None, "cannot be read: No such file"),
     ("folder", "is no file"),
