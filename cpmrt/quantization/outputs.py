@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ _PIECE_BYTES = 1 << 20
 
 def check_new(out: Path, kind: str) -> None:
     """Raise ConfigError unless a "folder" or a "file" of this name can be new; before long work this is asked apart."""
-    if out.exists():
+    if os.path.lexists(out):  # also a link to nothing, which no folder can replace at the end
         raise ConfigError(f"{out} exists already", fix=f"name a new {kind}, or delete it")
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a folder", fix="make it first")

@@ -279,8 +279,10 @@ def test_mistakes_are_explained(model, text, tmp_path, capsys, options, message)
 def test_a_folder_that_exists_is_refused_before_a_model_is_looked_for(tmp_path, capsys, monkeypatch, command):
     """Which may be a download of many gigabytes."""
     monkeypatch.setattr(f"cpmrt.cli.{command}.ModelFolder", None)
-    assert main([command, "org/name", str(tmp_path)]) == 1
-    assert "exists already" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to("nothing")
+    for out in (tmp_path, tmp_path / "link"):
+        assert main([command, "org/name", str(out)]) == 1
+        assert "exists already" in capsys.readouterr().err
 
 
 def test_models_that_cannot_be_quantised(model, text, tmp_path, capsys):
