@@ -213,6 +213,8 @@ def make_venv() -> None:
             f"Python {PYTHON_VERSION} here cannot make a venv (no ensurepip); install the package python3-venv "
             f"(Debian, Ubuntu: sudo apt install python{PYTHON_VERSION}-venv) and try again"
         )
+    if VENV.is_symlink():  # what it leads to is of another checkout, which still needs it
+        VENV.unlink()
     VENV.mkdir(exist_ok=True)
     write_stamp("")
     for entry in VENV.iterdir():

@@ -228,6 +228,20 @@ def test_changed_project_and_broken_venv_are_mended(project: Path) -> None:
 
 
 @pytest.mark.all
+def test_a_venv_that_is_linked_in_is_left_alone(project: Path, tmp_path: Path) -> None:
+    """It was emptied, to be made anew for this checkout."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "cpmrt-install.json").write_text('{"python": "3.11", "root": "/another/checkout"}')
+    (other / "pyvenv.cfg").write_text("of the other")
+    (project / ".venv").symlink_to(other)
+    assert call(project, "generate")[0] == 7
+    assert not (project / ".venv").is_symlink() and (project / ".venv" / "pyvenv.cfg").exists()
+    assert (other / "pyvenv.cfg").read_text() == "of the other"
+    assert "another/checkout" in (other / "cpmrt-install.json").read_text()
+
+
+@pytest.mark.all
 def test_concurrent_first_calls_install_once(project: Path) -> None:
     calls = [start(project, "plan", str(number)) for number in range(3)]
     results = [process.communicate(timeout=120) for process in calls]
