@@ -56,6 +56,8 @@ class RemoteModel:
         host = parts.hostname or ""
         if parts.scheme not in ("http", "https") or not re.fullmatch(r"[^\x00-\x20\x7f]+", host):
             raise RequestError("--url", expected="http://HOST:PORT", actual=quoted(url))
+        if "@" in parts.netloc:  # they would not be sent, but shown wherever the server is named
+            raise RequestError("--url holds a user or a password", fix="leave them out; a key goes into CPMRT_API_KEY")
         if params.grammar_trigger is not None:
             fix = "leave it out, or chat with a model here, without --url"
             raise RequestError("--grammar-trigger cannot be sent to a server, whose API has no field for it", fix=fix)

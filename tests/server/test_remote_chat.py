@@ -164,11 +164,12 @@ def test_old_turns_make_room_for_whole_answers(chat, tmp_path, capsys):
     ("http://[bad", "--url: Invalid IPv6 URL"),
     ("http://a\u2100b", "--url"),
     ("http://a b", "--url: expected http://HOST:PORT, got 'http://a b'"),
+    ("http://user:pw@127.0.0.1:1", "--url holds a user or a password; leave them out"),
 ])  # fmt: skip
 def test_a_server_that_is_not_there_is_one_line(chat, capsys, url, message):
     assert chat(url, "hi\n") == 1
     err = capsys.readouterr().err
-    assert message in err and err.startswith("cpmrt: error: ") and err.count("\n") == 1
+    assert message in err and err.startswith("cpmrt: error: ") and err.count("\n") == 1 and "pw" not in err
 
 
 @pytest.mark.parametrize("line", [
