@@ -180,6 +180,11 @@ def ensure_installed(wanted: set[str]) -> None:
         ours = not stamp or (stamp.get("python"), stamp.get("root")) == (PYTHON_VERSION, str(ROOT))
         kept = set(stamp.get("extras", ())) - {"cuda12", "cuda13"}
         if not (ours and venv_works()):
+            if not stamp and VENV.is_dir() and any(VENV.iterdir()):
+                fail(
+                    f"{VENV} has no pip of Python {PYTHON_VERSION}, and was not made by this program, which would "
+                    "replace what is in it; delete it, or move it away"
+                )
             make_venv()
             kept = set()
         driver = cuda_driver_version(initialise=True)

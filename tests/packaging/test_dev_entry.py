@@ -241,6 +241,15 @@ def test_a_venv_that_is_linked_in_is_left_alone(project: Path, tmp_path: Path) -
     assert "another/checkout" in (other / "cpmrt-install.json").read_text()
 
 
+def test_a_venv_of_somebody_else_without_pip_is_not_replaced(project: Path) -> None:
+    """As uv makes them."""
+    (project / ".venv").mkdir()
+    (project / ".venv" / "pyvenv.cfg").write_text("theirs")
+    code, out, err = call(project, "generate")
+    assert (code, out) == (1, "") and err.count("\n") == 1 and "was not made by this program" in err
+    assert [path.name for path in (project / ".venv").iterdir()] == ["pyvenv.cfg"]
+
+
 @pytest.mark.all
 def test_concurrent_first_calls_install_once(project: Path) -> None:
     calls = [start(project, "plan", str(number)) for number in range(3)]
