@@ -152,6 +152,14 @@ def test_rotary_scalings(good, tmp_path, kind, keys, expected):
     assert {name: getattr(rope, name) for name in expected} == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("key", ["scale_linear", "scaling.factor"])
+def test_a_factor_without_a_kind_is_linear(good, tmp_path, key):
+    """As llama.cpp reads it: the first files had no kind."""
+    path = changed(good, tmp_path / "a.gguf", f"minicpm.rope.{key}", (files.F32, 4.0), without=PLAIN)
+    rope = opened(path).config.rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
 def test_an_unknown_rotary_scaling_is_refused(good, tmp_path):
     path = changed(good, tmp_path / "0.gguf", "minicpm.rope.scaling.type", (files.STRING, "su"))
     path = changed(path, tmp_path / "1.gguf", "minicpm.rope.scaling.factor", (files.F32, 2.0), without=PLAIN[:2])

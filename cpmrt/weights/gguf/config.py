@@ -166,7 +166,7 @@ def _scales(keys: Fields, hidden: int, layers: int) -> dict[str, float]:
 
 
 def _rope_scaling(model: GgufModel, keys: Fields) -> dict[str, Any] | None:
-    kind = keys.text("rope.scaling.type", "none")
+    kind = keys.text("rope.scaling.type", "linear")  # files from before this key have `rope.scale_linear`
     original = keys.integer("rope.scaling.original_context_length", None)
     weight = keys.number("rope.scaling.attn_factor", None)
     factor = keys.number("rope.scaling.factor", None) or keys.number("rope.scale_linear", None)
