@@ -11,6 +11,7 @@ import json
 import re
 import traceback
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +21,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError,
 
 from cpmrt.errors import CheckpointError, RequestError, quoted
 from cpmrt.text.marks import MarkedText, Marks
-from cpmrt.text.messages import checked_messages, checked_tools, marked_variables, plain, with_contents
+from cpmrt.text.messages import checked_messages, checked_tools, marked_variables, other_forms, plain
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
 from cpmrt.text.template_sandbox import ChatEnvironment
 from cpmrt.weights.model_files import is_there, read_file
@@ -122,13 +123,12 @@ class ChatTemplate:
             self._environment.current.marks = None
 
     def _run(self, template: Template, variables: dict[str, object]) -> str:
-        """Run a template. One that takes no message without content (one with tool calls only) gets an empty one."""
-        try:
-            return self._run_once(template, variables)
-        except (UndefinedError, TypeError):
-            if (complete := with_contents(variables["messages"])) is None:
-                raise
-            return self._run_once(template, variables | {"messages": complete})
+        """Run a template. One that does not take the messages as they are gets them in other forms."""
+        *earlier, last = variables["messages"], *other_forms(variables["messages"])
+        for messages in earlier:
+            with suppress(UndefinedError, TypeError):
+                return self._run_once(template, variables | {"messages": messages})
+        return self._run_once(template, variables | {"messages": last})
 
     def _run_once(self, template: Template, variables: dict[str, object]) -> str:
         allowance = self._environment.allowance

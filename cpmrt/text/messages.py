@@ -5,7 +5,9 @@ Templates are untrusted and get no object of the caller's, only these copies mad
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from cpmrt.errors import RequestError, quoted
 from cpmrt.text.markers import ANSWER_MARKERS
@@ -21,8 +23,9 @@ def checked_messages(messages: object, sources: Sequence[str] = ()) -> list[dict
 
     Roles are the usual ones and any other that the templates' `sources` write out.
 
-    A message with `tool_calls` may lack the content. Keys with the value None are left out, as Hugging Face does:
-    templates test for absence, and would write "None". Raises RequestError with index and field.
+    A message with `tool_calls` may lack the content; their arguments, which the OpenAI API has as JSON in a string,
+    become the objects that templates want. Keys with the value None are left out, as Hugging Face does: templates test
+    for absence, and would write "None". Raises RequestError with index and field.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages", expected="a list of at least one message", actual=quoted(messages))
@@ -65,12 +68,24 @@ def _marked_message(message: dict[str, object], marks: Marks) -> dict[str, objec
     return marked
 
 
-def with_contents(messages: object) -> list[dict[str, object]] | None:
-    """Return the messages with an empty content for those that have none; None if all have one."""
+def other_forms(messages: object) -> list[list[dict[str, object]]]:
+    """Return the messages as templates may want them instead: with an empty content where there is none, and then
+    with the arguments of tool calls as JSON in a string, which some put between other text."""
     assert isinstance(messages, list)
-    if all("content" in message for message in messages):
-        return None
-    return [{"content": "", **message} for message in messages]
+    complete = [{"content": "", **message} for message in messages]
+    forms = [] if all("content" in message for message in messages) else [complete]
+    if any(message.get("tool_calls") for message in messages):
+        forms.append([_with_texts(message) for message in complete])
+    return forms
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, object]:
+    calls = [dict(call) for call in message.get("tool_calls") or ()]
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            call["function"] = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def plain(value: object, where: str, depth: int = 0) -> object:
@@ -103,6 +118,8 @@ def _checked_message(message: object, where: str) -> dict[str, object]:
     calls = checked.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise RequestError(f"{where}.tool_calls", expected="a list of dicts", actual=quoted(calls))
+    if calls:
+        checked["tool_calls"] = [_with_object(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     content = checked.get("content")
     if isinstance(content, list):
         checked["content"] = "".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
@@ -111,6 +128,21 @@ def _checked_message(message: object, where: str) -> dict[str, object]:
     elif not (content is None or isinstance(content, str)):
         raise RequestError(f"{where}.content", expected="a string or a list of text parts", actual=quoted(content))
     return checked
+
+
+def _with_object(call: dict[str, object], where: str) -> dict[str, object]:
+    """Return a tool call with its arguments as an object; as it is where they are no JSON object in a string."""
+    function = call.get("function")
+    text = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(text, str):
+        return call
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": plain(arguments, f"{where}.function.arguments")}}
 
 
 def _part_text(part: object, where: str) -> str:

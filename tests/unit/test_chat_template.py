@@ -61,6 +61,22 @@ def test_a_message_of_tool_calls_without_content_fits_every_template(tmp_path):
         open_template(tmp_path, "{{ messages[1].other.more }}").render(CALLS)
 
 
+def test_arguments_of_tool_calls_may_be_json_in_a_string(tmp_path):
+    """As the OpenAI API has them, and `answer.tool_calls`: templates write an object as JSON once more."""
+
+    def rendered(arguments, source="{{ messages[0].tool_calls[0].function.arguments|tojson }}"):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+        return open_template(tmp_path, source).render(messages)
+
+    assert rendered('{"city": "北京"}') == rendered({"city": "北京"}) == '{"city": "北京"}'
+    assert rendered("north") == '"north"' and rendered("[1]") == '"[1]"'
+    with pytest.raises(RequestError, match=r"tool_calls\[0\]\.function\.arguments.*at most 64 levels"):
+        rendered('{"a":' * 70 + "1" + "}" * 70)
+    joined = "{{ 'f(' + messages[0].tool_calls[0].function.arguments + ')' + messages[0].content }}"
+    assert rendered('{"city": "北京"}', joined) == rendered({"city": "北京"}, joined) == 'f({"city": "北京"})'
+
+
 def test_thinking_is_undefined_unless_said(tmp_path):
     template = open_template(tmp_path, QWEN_STYLE)
     plain = template.render(USER)
