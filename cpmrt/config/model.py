@@ -299,5 +299,9 @@ def _mup_scales(fields: Fields, row: Architecture, hidden: int, layers: int) -> 
 
 
 def _dtype(fields: Fields) -> DType | None:
-    name = fields.text("dtype", None) or fields.text("torch_dtype", None)
-    return DType.parse(name) if name else None
+    key = fields.first_of("dtype", "torch_dtype")
+    name = fields.text(key, None)
+    try:
+        return DType.parse(name) if name else None
+    except ConfigError as error:
+        raise fields.fail(key, str(error.expected), "name the type to compute in, or leave it out") from error
