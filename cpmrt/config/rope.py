@@ -21,6 +21,8 @@ _DIVISORS = 0.01, 1e6
 """What single frequencies may be divided by."""
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
+_OF_KINDS = ("factor", "short_factor", "long_factor")
+"""What only a kind gives a meaning."""
 _ALIASES = {"su": "longrope", "ntk": "dynamic"}
 
 
@@ -94,6 +96,8 @@ def _kind(fields: Fields) -> str:
     names = {_ALIASES.get(name, name) for name in named if name is not None}
     if len(names) > 1:
         raise ConfigError(f"{fields.source}: rope_type and type", expected="the same kind", actual=named)
+    if not names and any(fields.data.get(name) is not None for name in _OF_KINDS):
+        raise ConfigError(f"{fields.source}: rope_type", expected=" | ".join(KINDS), actual="nothing")
     kind: str = names.pop() if names else "default"
     if kind not in KINDS:
         raise UnsupportedModelError(f"{fields.source}: rope_type", expected=" | ".join(KINDS), actual=quoted(kind))

@@ -194,6 +194,8 @@ def test_experts():
     ({"rope_scaling": {"type": "spiral"}}, UnsupportedModelError, "spiral"),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, ConfigError, "same kind"),
     ({"rope_scaling": {"type": "linear"}}, ConfigError, "factor"),
+    ({"rope_scaling": {"factor": 2.0}}, ConfigError, r"rope_scaling: rope_type: expected default \| .*, got nothing"),
+    ({"rope_parameters": {"rope_theta": 5e5, **LISTS}}, ConfigError, "rope_parameters: rope_type: .*, got nothing"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, ConfigError, "factor"),
     ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, ConfigError, "factor"),
     ({"rope_scaling": {"type": "longrope"}}, ConfigError, "short_factor"),
