@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from cpmrt.errors import ConfigError
+from cpmrt.text.chat_template import ADDITIONAL
 from cpmrt.weights.checkpoint import INDEX_NAME
 from cpmrt.weights.files import open_file, reading
 
@@ -59,7 +60,7 @@ def _partial(out: Path, kind: str) -> Iterator[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a checkpoint beside weights and configs; subfolders stay behind.
+    """Copy what belongs to a checkpoint beside weights and configs; subfolders stay behind but for chat templates.
 
     It comes before long work, which a file that cannot be read would end. Raises CheckpointError.
     """
@@ -69,6 +70,10 @@ def copy_companions(source: Path, target: Path) -> None:
         is_wanted = any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS)
         if is_wanted and not any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED):
             copy_file(path, target / path.name)
+    templates = [] if (source / ADDITIONAL).is_symlink() else sorted((source / ADDITIONAL).glob("*.jinja"))
+    for path in templates:
+        (target / ADDITIONAL).mkdir(exist_ok=True)
+        copy_file(path, target / ADDITIONAL / path.name)
 
 
 def copy_file(source: Path, target: Path) -> None:

@@ -1,8 +1,9 @@
 """Renders chat messages as a prompt, by the checkpoint's Jinja template, as Hugging Face's `apply_chat_template` does.
 
-Formats: `chat_template.jinja` (the template), `chat_template.json` and `tokenizer_config.json` (key
-"chat_template": the template, or a list of {"name", "template"} with "default" and, for requests with tools,
-"tool_use"). Templates are untrusted: they get no object of the caller's, only checked copies made of JSON's own types.
+Formats: `chat_template.jinja` (the template, with others in `additional_chat_templates/NAME.jinja`),
+`chat_template.json` and `tokenizer_config.json` (key "chat_template": the template, or a list of {"name", "template"}
+with "default"). The one named "tool_use" is for requests with tools. Templates are untrusted: they get no object of the
+caller's, only checked copies made of JSON's own types.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cpmrt.text.template_sandbox import ChatEnvironment
 from cpmrt.weights.model_files import is_there, read_file
 
 KEY = "chat_template"
+ADDITIONAL = "additional_chat_templates"
 MAX_TEMPLATE_BYTES = 2**20
 
 
@@ -172,7 +174,9 @@ def read_templates(folder: Path) -> tuple[dict[str, str], Path] | None:
     """
     path = folder / "chat_template.jinja"
     if is_there(path):
-        return {"default": _read_template(path)}, path
+        more = folder / ADDITIONAL
+        named = {} if more.is_symlink() else {file.stem: _read_template(file) for file in sorted(more.glob("*.jinja"))}
+        return {**named, "default": _read_template(path)}, path
     for path in (folder / "chat_template.json", folder / CONFIG_FILE):
         value = read_optional(path).get(KEY)
         if value is not None:

@@ -22,11 +22,12 @@ from cpmrt.weights.gguf.folder import is_gguf
 CONFIG_FILES = (
     *("config.json", "generation_config.json", "quantize_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.jinja2", "chat_template.json", "special_tokens_map.json"),
+    "additional_chat_templates/*.jinja",
     *("added_tokens.json", "freq_*.pt", "freq_*.json", INDEX_NAME),
 )
 """Patterns of what is fetched first. The index says which files the weights are in."""
-SUBFOLDERS = "*/*"
-"""Never fetched: they hold other formats of the same weights (`*` of a hub pattern matches slashes too)."""
+SUBFOLDERS = "freq_*/*"
+"""Never fetched, though the patterns of `CONFIG_FILES` match them: `*` of a hub's pattern matches slashes too."""
 NOTHING = "no file has this name"
 """A pattern that fetches no file: the folder is only looked for."""
 DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES)

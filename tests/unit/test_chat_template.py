@@ -123,6 +123,10 @@ def test_named_templates(tmp_path):
     assert template.render(USER) == template.render(USER, tools=[]) == "plain"
     assert template.render(USER, tools=[TOOL]) == "tools"
     assert open_template(tmp_path, named[:1]).render(USER, tools=[TOOL]) == "plain"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools of {{ bos_token }}")
+    assert [ChatTemplate.open(tmp_path).render(USER, tools=tools) for tools in ([], [TOOL])] == ["file", "tools of <s>"]
 
 
 def test_text_parts_become_one_string_and_the_callers_messages_stay(tmp_path):

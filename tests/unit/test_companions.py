@@ -51,6 +51,21 @@ def test_a_link_to_a_blob_of_the_hub_becomes_a_file(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
 
 
+def test_chat_templates_with_a_folder_of_their_own_come_along(tmp_path: Path) -> None:
+    templates = tmp_path / "model" / "additional_chat_templates"
+    for folder in (templates, tmp_path / "out", tmp_path / "linked", tmp_path / "new"):
+        folder.mkdir(parents=True)
+    (templates / "tool_use.jinja").write_text("tools")
+    (templates / "notes.txt").write_text("")
+    copy_companions(tmp_path / "model", tmp_path / "out")
+    assert [str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")] == [
+        "additional_chat_templates/tool_use.jinja"
+    ]
+    (tmp_path / "linked" / templates.name).symlink_to(templates)
+    copy_companions(tmp_path / "linked", tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
+
+
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc")
 def test_a_companion_that_cannot_be_read_is_not_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -215,9 +215,12 @@ def test_a_repository_without_weights_to_read_is_refused(
 def test_only_the_files_of_the_index_are_fetched(name: str, hub: HubServer, shell: Shell) -> None:
     weights = {f"{number}.safetensors": bytes([number]) * 9 for number in (1, 2, 3)}
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
-    hub.repositories["org/tiny"] |= weights | {"model.safetensors.index.json": json.dumps(index).encode()}
+    files = ("additional_chat_templates/tool_use.jinja", "freq_1/a.json", "original/config.json")
+    beside = dict.fromkeys(files, b"{}")
+    hub.repositories["org/tiny"] |= weights | beside | {"model.safetensors.index.json": json.dumps(index).encode()}
     pulled = shell("pull", name)
     folder = Path(pulled.out.strip())
+    assert [(folder / file).exists() for file in beside] == [True, False, False]
     assert "downloading 2 files of weights, 18 B, to" in pulled.err
     assert sorted(path.name for path in folder.glob("*.safetensors")) == ["1.safetensors", "2.safetensors"]
 
