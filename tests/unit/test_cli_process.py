@@ -62,7 +62,9 @@ def test_a_signal_that_ends_quantize_leaves_nothing_of_its_folder(tmp_path, numb
     text, folder = tmp_path / "text.txt", tmp_path / "made"
     text.write_text("def f(x):\n    return x + 1\n" * 4000)
     folder.mkdir()
-    child = start("quantize", "demo", folder / "out", "--calibration", text)
+    # Under nohup this process ignores SIGHUP, and its children would.
+    command = "quantize", "demo", folder / "out", "--calibration", text
+    child = start(*command, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     deadline = time.monotonic() + 60
     while not list(folder.glob(".out.*")):
         assert child.poll() is None and time.monotonic() < deadline
