@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from cpmrt.errors import ConfigError
-from cpmrt.text.chat_template import ADDITIONAL
+from cpmrt.text.chat_template import ADDITIONAL, additional_templates
 from cpmrt.weights.checkpoint import INDEX_NAME
 from cpmrt.weights.files import open_file, reading
 
@@ -70,8 +70,7 @@ def copy_companions(source: Path, target: Path) -> None:
         is_wanted = any(fnmatchcase(path.name, pattern) for pattern in _COMPANIONS)
         if is_wanted and not any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED):
             copy_file(path, target / path.name)
-    templates = [] if (source / ADDITIONAL).is_symlink() else sorted((source / ADDITIONAL).glob("*.jinja"))
-    for path in templates:
+    for path in additional_templates(source):
         (target / ADDITIONAL).mkdir(exist_ok=True)
         copy_file(path, target / ADDITIONAL / path.name)
 

@@ -12,7 +12,6 @@ import json
 import re
 import traceback
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
@@ -126,11 +125,14 @@ class ChatTemplate:
 
     def _run(self, template: Template, variables: dict[str, object]) -> str:
         """Run a template. One that does not take the messages as they are gets them in other forms."""
-        *earlier, last = variables["messages"], *other_forms(variables["messages"])
-        for messages in earlier:
-            with suppress(UndefinedError, TypeError):
-                return self._run_once(template, variables | {"messages": messages})
-        return self._run_once(template, variables | {"messages": last})
+        others = other_forms(variables["messages"])
+        while True:
+            try:
+                return self._run_once(template, variables)
+            except (UndefinedError, TypeError):
+                if (messages := next(others, None)) is None:
+                    raise
+            variables = variables | {"messages": messages}
 
     def _run_once(self, template: Template, variables: dict[str, object]) -> str:
         allowance = self._environment.allowance
@@ -166,6 +168,12 @@ class ChatTemplate:
         ) from error
 
 
+def additional_templates(folder: Path) -> list[Path]:
+    """Return the files of named templates beside `chat_template.jinja`; none where a link stands for their folder."""
+    more = folder / ADDITIONAL
+    return [] if more.is_symlink() else sorted(more.glob("*.jinja"))
+
+
 def read_templates(folder: Path) -> tuple[dict[str, str], Path] | None:
     """Return the templates of a checkpoint folder by name, and the file that they stand in; None if it has none.
 
@@ -174,8 +182,7 @@ def read_templates(folder: Path) -> tuple[dict[str, str], Path] | None:
     """
     path = folder / "chat_template.jinja"
     if is_there(path):
-        more = folder / ADDITIONAL
-        named = {} if more.is_symlink() else {file.stem: _read_template(file) for file in sorted(more.glob("*.jinja"))}
+        named = {file.stem: _read_template(file) for file in additional_templates(folder)}
         return {**named, "default": _read_template(path)}, path
     for path in (folder / "chat_template.json", folder / CONFIG_FILE):
         value = read_optional(path).get(KEY)

@@ -6,7 +6,7 @@ Templates are untrusted and get no object of the caller's, only these copies mad
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cpmrt.errors import RequestError, quoted
@@ -68,15 +68,15 @@ def _marked_message(message: dict[str, object], marks: Marks) -> dict[str, objec
     return marked
 
 
-def other_forms(messages: object) -> list[list[dict[str, object]]]:
-    """Return the messages as templates may want them instead: with an empty content where there is none, and then
+def other_forms(messages: object) -> Iterator[list[dict[str, object]]]:
+    """Yield the messages as templates may want them instead: with an empty content where there is none, and then
     with the arguments of tool calls as JSON in a string, which some put between other text."""
     assert isinstance(messages, list)
     complete = [{"content": "", **message} for message in messages]
-    forms = [] if all("content" in message for message in messages) else [complete]
+    if not all("content" in message for message in messages):
+        yield complete
     if any(message.get("tool_calls") for message in messages):
-        forms.append([_with_texts(message) for message in complete])
-    return forms
+        yield [_with_texts(message) for message in complete]
 
 
 def _with_texts(message: dict[str, Any]) -> dict[str, object]:
