@@ -124,11 +124,11 @@ class AnswerMatcher:
 
     def forced(self) -> Sequence[int]:
         """Return the tokens that the grammar leaves no choice about. A thought leaves every choice."""
-        if self._closing or self._openings:
+        tokens = () if self._closing or self._openings else self._matcher.compute_ff_tokens()
+        if not tokens:
             return ()
-        tokens = self._matcher.compute_ff_tokens()
         num_valid: int = self._matcher.validate_tokens(tokens)
-        if tokens and not num_valid:
+        if not num_valid:
             # A text that is the name of a special token comes as that token, which the grammar refuses.
             return self._vocabulary.spelled(self._vocabulary.bytes_of(tokens[0]).decode())
         return tokens[:num_valid]
