@@ -31,10 +31,10 @@ ROW_BUCKETS = (8, 16, 32, 64)
 _WARPS = 8
 _UNIT_COLUMNS = 64
 _CHUNK_BYTES = 2048
-# From this capability on a kernel begins before the one before it has ended, and weights are on their way before x is.
-_STARTS_EARLY = 90
 # What a unit of one row takes, as of its norm weights; it is kept whole where both take no more of a block's memory.
 _ROW_UNIT_BYTES, _MOST_ROW_SHARE = 128, 0.5
+STARTS_EARLY = 90
+"""The capability from which on a kernel begins before the one before has ended: weights are on their way before x."""
 LARGE_SHARED_BYTES = 200_000
 """A block's shared memory from which on a kernel may use the sizes made for data-centre GPUs."""
 # Two tiles of tokens of which the second is half empty leave more shared memory to the weights.
@@ -174,7 +174,7 @@ def plan_linear(
     constants = LinearConstants(
         linear=PRODUCTS[product], in_features=in_features, token_tiles=tiles, half_tile=half_tile, group=group,
         cluster=cluster, split_warps=_WARPS // row_warps, norm=norm, smem_bytes=0, head_dim=head_dim or None,
-        one_row=one_row or None, rows_first=device.capability < _STARTS_EARLY or None,
+        one_row=one_row or None, rows_first=device.capability < STARTS_EARLY or None,
     )  # fmt: skip
     smem_bytes = _shared_bytes(constants, rounds(group), device)
     grid = cluster * min(ceil(weight_tiles / (group * row_warps)), num_clusters)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil
 
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, row_bucket
+from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, STARTS_EARLY, row_bucket
 from cpmrt.cuda.ops.linear_packed.constants import LatentQueriesConstants, LinearPackedConstants, PrepareConstants
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
 from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
@@ -40,11 +40,9 @@ _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
 # One of the stages of x, as a share of a block's memory.
 _STAGE_SHARE = 0.08
 # Bytes of weights on their way before x is asked for, which queues behind them: more where eight warps share a tile, so
-# that each has a chunk; none before eight rows that every block normalises.
+# that each has a chunk; none before eight rows that every block normalises, and none before STARTS_EARLY.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES = 70_000, 102_000
 _LATE_WEIGHTS_ROWS = 8
-# None before this capability either: there a kernel begins when x is there, and x would wait behind the weights.
-_STARTS_EARLY = 90
 # Half of the warps alone do so (EARLY_WARPS): with ternary weights where a chunk for each would be more than this; in
 # clusters, at so many rows, where it would be more than may be early.
 _HALF_EARLY_LEVEL, _HALF_EARLY_ROWS = 65_536, 32
@@ -224,7 +222,7 @@ def _constants(
         warps=work.warps, shared_run=work.shared_run, clusters=work.in_clusters, kept_rounds=work.kept_rounds,
         warpgroups=work.multiplies_together(rows) and not device.is_portable,
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
-        early_slots=0 if device.capability < _STARTS_EARLY else 1 if is_early_by_half else work.early_slots(
+        early_slots=0 if device.capability < STARTS_EARLY else 1 if is_early_by_half else work.early_slots(
             rows, whole_rows=layout.runs == 1 and normalises and not prepared
         ),
         small_chunks=work.small_chunks or None,
@@ -282,7 +280,7 @@ class _Work:
         kept = rounds if rows == 1 and not shared_run and rounds <= _MOST_KEPT_ROUNDS else 1
         ring = Ring.of(layout, rows, warps, rounds)
         x_bytes = layout.run_slices * _x_slice(layout, rows) if shared_run else whole_x
-        lanes_copy = rows == 1 and device.capability < _STARTS_EARLY and layout.bits > TERNARY_BITS
+        lanes_copy = rows == 1 and device.capability < STARTS_EARLY and layout.bits > TERNARY_BITS
         small = lanes_copy and x_bytes + 2 * ring.level > device.shared_bytes_per_block
         ring = Ring.of(layout, rows, warps, rounds, has_small_chunks=small)
         return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, ring, small)

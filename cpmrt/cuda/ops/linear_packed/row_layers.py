@@ -11,14 +11,13 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE
 from cpmrt.cuda.ops.attention.decode import DecodePlan
+from cpmrt.cuda.ops.linear import STARTS_EARLY
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, TILE_ROWS, PackedLayout
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, TensorSpec
 
 THREADS = 256
 """Threads of a block: eight warps, one for each run of K."""
-# From this capability on a kernel begins while the one before it ends, and a launch of its own costs less.
-_STARTS_EARLY = 90
 _BITS, _SCALE_GROUP = 4, 128
 MOST_LAYERS = 54
 """Whose operands fit into the parameters of a launch."""
@@ -72,7 +71,7 @@ ROW_LAYERS = KernelSpec(
 def joins_products(specs: Iterable[TensorSpec], device: Device) -> bool:
     """Tell whether a model with these weights has a layer's products in one launch, where `plan_layer` has a plan."""
     are_packed = any(spec.quant and spec.product == "gate_up" for spec in specs)
-    return are_packed and device.capability < _STARTS_EARLY
+    return are_packed and device.capability < STARTS_EARLY
 
 
 def plan_layer(
@@ -84,7 +83,7 @@ def plan_layer(
     take.
     """
     o, gate_up, down, *qkv = layouts
-    if device.capability >= _STARTS_EARLY or not all(map(is_taken, layouts)):
+    if device.capability >= STARTS_EARLY or not all(map(is_taken, layouts)):
         return None
     if not (o.out_features == down.out_features == gate_up.in_features == (qkv or [gate_up])[0].in_features):
         return None
