@@ -18,6 +18,7 @@ from cpmrt.ops.operands import (
     QuantizedWeight,
     Routing,
     RowKind,
+    RowLength,
     Rows,
     Selection,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "QuantizedWeight",
     "Routing",
     "RowKind",
+    "RowLength",
     "Rows",
     "Selection",
     "check_latent_shapes",

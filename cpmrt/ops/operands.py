@@ -24,14 +24,16 @@ WINDOW_STRIDE = 16
 """Windows of compressed keys end at positions with whole multiples of so many tokens up to them."""
 SHORT_KEYS = 2048
 """Up to so many keys of a row its attention may be done otherwise than of more, for the same result."""
+RowLength = Literal["short", "long"]
+"""Of a row that sees at most SHORT_KEYS keys, or more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
     """What the host knows of all rows of a decode step. What is launched depends on it, but no result does."""
 
-    length: Literal["short", "long"] | None = None
-    """Each sees at most SHORT_KEYS keys, or each more."""
+    length: RowLength | None = None
+    """That of each; None: it is not known, or they differ."""
     is_inside: bool = False
     """No window of compressed keys ends at the position of any (`WINDOW_STRIDE`): none is stored."""
     is_dense: bool = False

@@ -12,13 +12,15 @@ from executors.graph_choices import chosen_graphs
 from executors.repeatability_cases import SAMPLED, accompanied, answer, text
 
 from cpmrt import LLM
-from cpmrt.ops import ANY_ROWS, RowKind
+from cpmrt.ops import ANY_ROWS, SHORT_KEYS, RowKind
 
 pytestmark = pytest.mark.gpu
 
 SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1}
 """Rows of more than 256 tokens choose."""
 PARAMS = replace(SAMPLED, temperature=1.0, max_new_tokens=250)
+WIDE = {"head_dim": 128, "max_position_embeddings": 4096}
+"""Heads whose attention is a launch of its own."""
 INSIDE, DENSE, BOTH = RowKind(is_inside=True), RowKind(is_dense=True), RowKind(is_inside=True, is_dense=True)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 SETTINGS: list[dict[str, Any]] = [
@@ -65,6 +67,31 @@ def test_one_row(
         monkeypatch.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
         graphs.clear()
         assert answer(llm, prompt, PARAMS) == found and set(graphs) == {("decode", 1, ANY_ROWS)}
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"cuda_graphs": False}, {"steps_per_launch": 4}, {"kv_dtype": "fp8"}, {"sparse": SPARSE | {"dense_len": 3000}},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("is_portable", [False, True])
+def test_one_row_that_grows_long(
+    tmp_path: Path, graphs: list[Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], is_portable: bool
+) -> None:
+    """With clusters there is a graph for a row that sees at most 2,048 keys."""
+    from cpmrt.cuda.step.lengths import Lengths
+
+    monkeypatch.setenv("CPMRT_PORTABLE", str(int(is_portable)))
+    config, prompt = BASE | ROWS["minicpm"] | WIDE, text(SHORT_KEYS - 9, 1, BASE["vocab_size"])
+    params, is_sparse = replace(PARAMS, max_new_tokens=24), "sparse" in settings
+    with opened(write_model(tmp_path / "model", config), max_context=4096, **settings) as llm:
+        executor: Any = llm.executor
+        found, other = answer(llm, prompt, params), BOTH if is_sparse else ANY_ROWS
+        short = replace(other, length="short") if executor.device.capability >= 90 else other
+        last = ANY_ROWS if is_sparse else short  # a window of compressed keys ends there
+        assert graphs[:15] == [("decode", 1, kind) for kind in [short] * 8 + [last] + [other] * 6]
+        monkeypatch.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
+        answer(llm, prompt[::-1], params)  # leaves other keys
+        graphs.clear()
+        assert answer(llm, prompt, params) == found and set(graphs) == {("decode", 1, ANY_ROWS)}
 
 
 @pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}], ids=str)

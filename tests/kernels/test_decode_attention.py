@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 300, 1000, 2048, 2049, 5000]
+LENGTHS_ALONE = [1, 63, 64, 65, 1000, 2047, 2048, 2049, 5000]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,6 +49,30 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any, portable: bool) -> None:
         for kind in (RowKind("short"), RowKind("long")):
             found = launcher.run(case.take(rows), pdl=num_rows % 2 == 0, kind=kind)
             assert np.array_equal(found, alone[rows]), (num_rows, kind)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "kv_heads", "head_dim"), [(16, 2, 128), (8, 2, 64), (5, 1, 96), (20, 2, 128)])
+def test_a_short_row_alone_has_the_bits_of_one_of_any_length(
+    cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int
+) -> None:
+    """Also if there are more keys than was said, which one cluster takes in turns."""
+    case = make_case(dtype, group, kv_heads, head_dim, LENGTHS_ALONE)
+    launcher = AttentionDevice(cuda, case)
+    assert launcher.plan.has_short_launch(1) == (launcher.plan.decode.cluster > 1)
+    unknown = np.concatenate([launcher.run(case.row(i)) for i in range(len(case.q))])
+    assert_close(unknown, oracle(case), dtype)
+    for options in ({}, {"pdl": True, "launches": 20}):
+        found = [launcher.run(case.row(i), kind=RowKind("short"), **options) for i in range(len(case.q))]
+        assert np.array_equal(np.concatenate(found), unknown), options
+
+
+def test_one_row_where_no_text_becomes_long_has_the_same_bits(cuda: Any) -> None:
+    case = make_case(DType.BFLOAT16, 16, 2, 128, LENGTHS_ALONE[:-2])
+    few, more = (AttentionDevice(cuda, case, max_context=context) for context in (2048, 8192))
+    assert not few.plan.has_short_launch(1)
+    for row in map(case.row, range(len(case.q))):
+        assert np.array_equal(few.run(row), more.run(row))
 
 
 def test_repeated_and_dependent_launches_give_the_same_bits(cuda: Any) -> None:

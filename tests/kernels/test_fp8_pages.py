@@ -12,7 +12,7 @@ from slow_writer import SlowWriter
 
 from cpmrt.dtypes import DType, to_float32
 from cpmrt.memory.caches import PAGE_SIZE
-from cpmrt.ops import Fp8Pages
+from cpmrt.ops import Fp8Pages, RowKind
 from cpmrt.reference.fp8_pages import e4m3_codes, e4m3_values, page_scales, values_of
 from cpmrt.reference.ops import rotate
 
@@ -117,6 +117,17 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any) -> None:
         rows = [(7 * i + num_rows) % len(case.q) for i in range(num_rows)]
         assert np.array_equal(reader.run(case.take(rows), pdl=num_rows % 2 == 0), alone[rows]), num_rows
     assert np.array_equal(reader.run(case, launches=20, pdl=True), alone)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_a_short_row_alone_has_the_bits_of_one_of_any_length(cuda: Any, head_dim: int) -> None:
+    case = make_case(DType.BFLOAT16, 16, 2, head_dim, [1, 63, 64, 65, 1000, 2047, 2048, 2049, 5000])
+    reader = Reader(cuda, case)
+    assert reader.plan.has_short_launch(1) == (reader.plan.decode.cluster > 1)
+    for row in map(case.row, range(len(case.q))):
+        unknown = reader.run(row)
+        assert np.array_equal(reader.run(row, kind=RowKind("short")), unknown)
+        assert np.array_equal(reader.run(row, kind=RowKind("short"), launches=20, pdl=True), unknown)
 
 
 @pytest.mark.parametrize("positions", [range(1), range(1087, 1088), range(1088, 1089), range(120, 136), range(63)])

@@ -29,14 +29,19 @@ for name in ("small 64", "small sparse", "small int4 eagle2 4"):
     assert told.startswith(f"{graph}, launch {len(after[graph]) - 1}:"), told
     del changed[graph]
     assert launch_trace.differences(before, changed) == [f"{graph}: only before"]
-kinds = {"small 1": True, "small int4 1": True, "small fp8": False, "qwen2": False, "qwen3": False}
-for name, has_short in kinds.items():
+are_joined = {"small 1": True, "small int4 1": True, "small fp8": False, "qwen2": False, "qwen3": False, "big 1": False}
+for name, is_joined in are_joined.items():
     graphs = launch_trace.trace(setups[name], device)
-    assert ("decode 1 short" in graphs) == has_short, name
-    assert graphs.get("decode 1 short") != graphs["decode 1"], name
+    short, unknown = graphs["decode 1 short"], graphs["decode 1"]
+    assert (len(short) < len(unknown)) == is_joined, name
+    grids = [[launch[2] for launch in graph if launch[0] == "decode_attention"] for graph in (short, unknown)]
+    assert is_joined or grids == [[[8, 2, 1]] * 2, [[56, 2, 1]] * 2], name
+    assert "decode 1 short" not in launch_trace.trace(setups[name], launch_trace.traced_device("portable")), name
 sparse = launch_trace.trace(setups["small sparse"], device)
 lengths = [len(sparse[f"decode 1{kind}"]) for kind in (" inside dense", " inside", "")]
 assert lengths == sorted(set(lengths)), "what is known of a row spares launches"
+short, dense = (sparse[f"decode 1{kind}"] for kind in (" short inside dense", " inside dense"))
+assert len(short) == len(dense) and short != dense
 """
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from threading import local
 from types import ModuleType, SimpleNamespace
@@ -11,22 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from executor_module import executor_module
 
 from cpmrt.cuda.driver.graphs import LaunchQueue
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The executor's module, with a CuPy of which only names are asked; imported for this test alone."""
-    error = type("Error", (Exception,), {})
-    cuda = SimpleNamespace(
-        runtime=SimpleNamespace(CUDARuntimeError=error), driver=SimpleNamespace(CUDADriverError=error)
-    )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, ndarray=np.ndarray))
-    monkeypatch.delitem(sys.modules, "cpmrt.cuda.executor", raising=False)
-    found = importlib.import_module("cpmrt.cuda.executor")
-    monkeypatch.delitem(sys.modules, "cpmrt.cuda.executor")
-    return found
+    return executor_module(monkeypatch)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,14 +91,23 @@ class StepForward:
 
     def row_kinds(self, num_rows: int) -> tuple[RowKind, ...]:
         """Return the kinds of rows that a decode step of so many tells apart, the narrowest first, ANY_ROWS last."""
-        if self._model.config.sparse is not None:
-            is_counted = num_rows == 1 and "draft_tree" not in self._arrays
-            inside = RowKind(is_inside=True, is_dense=True), RowKind(is_inside=True), ANY_ROWS
-            return inside if is_counted else self.tree_kinds
-        if num_rows == 1:
-            return (RowKind("short"), ANY_ROWS) if self._joins else (ANY_ROWS,)
+        kinds = self._kinds_of_any_length(num_rows)
+        if self._has_short(num_rows):
+            return (replace(kinds[0], length="short"), *kinds)
         has_long = self._attention is not None and self._attention.has_long_launch(num_rows)
-        return (RowKind("long"), ANY_ROWS) if has_long else (ANY_ROWS,)
+        return (RowKind("long"), *kinds) if has_long else kinds
+
+    def _kinds_of_any_length(self, num_rows: int) -> tuple[RowKind, ...]:
+        """Return the kinds that do not tell lengths apart; rows of the first one see all keys."""
+        if self._model.config.sparse is not None and num_rows == 1 and "draft_tree" not in self._arrays:
+            return RowKind(is_inside=True, is_dense=True), RowKind(is_inside=True), ANY_ROWS
+        return self.tree_kinds
+
+    def _has_short(self, num_rows: int) -> bool:
+        """Whether so many rows that see all keys are launched otherwise where they are short."""
+        if num_rows == 1 and self._joins:
+            return True
+        return self._attention is not None and self._attention.has_short_launch(num_rows)
 
     def decode(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
         """Rows of at most MAX_ROWS sequences through every layer and the head.

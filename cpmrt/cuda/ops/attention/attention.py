@@ -24,7 +24,7 @@ from cpmrt.cuda.ops.linear_packed.held_layers import HeldLayers
 from cpmrt.cuda.ops.selection import BlockChoice, SelectionPlan
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.layers import EMBED, HEAD
-from cpmrt.ops import NOTHING, Handoff, KVPages, Rows, Selection, check_shapes
+from cpmrt.ops import NOTHING, Handoff, KVPages, RowLength, Rows, Selection, check_shapes
 from cpmrt.tensor_spec import BufferSpec
 
 
@@ -51,9 +51,16 @@ class AttentionPlan:
         return replace(plan, selection=selection, selected=SelectedChunkPlan.of(shape, device, context))
 
     def has_long_launch(self, rows: int) -> bool:
-        """Whether so many long rows of a step are launched otherwise than short ones."""
-        long = step_launch(self.decode, rows, is_tree=False, is_long=True)
-        return self.selection is None and long != step_launch(self.decode, rows, is_tree=False)
+        """Whether so many long rows of a step are launched otherwise than others."""
+        return self.selection is None and self._depends_on(rows, "long")
+
+    def has_short_launch(self, rows: int) -> bool:
+        """Whether so many short rows of a step that see all keys are launched otherwise than others."""
+        return self._depends_on(rows, "short")
+
+    def _depends_on(self, rows: int, length: RowLength) -> bool:
+        of_length = step_launch(self.decode, rows, is_tree=False, length=length)
+        return of_length != step_launch(self.decode, rows, is_tree=False)
 
     @property
     def tables(self) -> tuple[BufferSpec, ...]:
@@ -69,16 +76,17 @@ class AttentionPlan:
 
 
 def step_launch(
-    plan: DecodePlan, rows: int, *, is_tree: bool, window: int = 0, is_selected: bool = False, is_long: bool = False
-) -> AttentionLaunch:
-    """Choose the kernel for so many rows of a step: of trees or not, that see all keys or chose blocks; a window makes
-    every row short."""
+    plan: DecodePlan, rows: int, *, is_tree: bool, window: int = 0, is_selected: bool = False,
+    length: RowLength | None = None,
+) -> AttentionLaunch:  # fmt: skip
+    """Choose the kernel for so many rows of a step: of trees or not, that see all keys or chose blocks; behind a window
+    their length does not count."""
     if is_selected and plan.has_selected_kernel:
         return selected_launch(plan, rows, is_tree=is_tree)
     if is_tree and not is_selected and shares_pages(plan, rows):
         return tree_launch(plan, rows, window)
     constants = replace(plan.constants, tree=is_tree, window=window, selected=int(is_selected))
-    return plan.launch(rows, constants, is_long=is_long and window == 0)
+    return plan.launch(rows, constants, length=length if window == 0 else None)
 
 
 class AttentionOps:
@@ -122,9 +130,9 @@ class AttentionOps:
             assert window == 0 and selection is None, "held for a row that sees everything"
             attend_held(self._launch, after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
             return
-        is_tree, is_selected, is_long = rows.tree_masks is not None, selection is not None, rows.kind.length == "long"
+        is_tree, is_selected, length = rows.tree_masks is not None, selection is not None, rows.kind.length
         one = step_launch(
-            self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected, is_long=is_long
+            self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected, length=length
         )  # fmt: skip
         given = Operands(out, q, kv, rows, scale, selection)
         launch_one = partial(attend_rows, self._launch, one, self._scratch, given, prefers_shared=after.prefers_shared)

@@ -1,0 +1,104 @@
+"""Which graphs a decode step of one row has, and which of them the executor runs, without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from executor_module import executor_module
+
+from cpmrt.bench.shapes import config_folder, gptq_config, shape_config
+from cpmrt.config import EngineConfig
+from cpmrt.cuda.assembly import CudaTarget
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.ops.linear_packed.products import held_weights
+from cpmrt.cuda.precompile import known_device
+from cpmrt.cuda.step.forward import StepForward
+from cpmrt.cuda.step.lengths import Lengths
+from cpmrt.executor import Decode, Prefill
+from cpmrt.opening import described
+from cpmrt.ops import ANY_ROWS, SHORT_KEYS, RowKind
+from cpmrt.weights.model_folder import ModelFolder
+
+H200 = known_device("sm_90")
+PORTABLE = replace(H200, capability=86, shared_bytes_per_block=101_376, whole_clusters=0)
+EIGHT_B, HALF_B = (shape_config(name) | {"num_hidden_layers": 1} for name in ("minicpm4-8b", "minicpm4-0.5b"))
+PACKED = {"quantization_config": gptq_config()}
+SPARSE = {"dense_len": 3 * SHORT_KEYS}
+SHORT, INSIDE, DENSE = RowKind("short"), RowKind(is_inside=True), RowKind(is_dense=True)
+INSIDE_DENSE = replace(DENSE, is_inside=True)
+SHORT_DENSE = replace(INSIDE_DENSE, length="short")
+
+
+def forward_of(
+    config: dict[str, Any], device: Device = H200, sparse: Any = "off", draft: str | None = None, **settings: Any
+) -> StepForward:
+    """The forward of a start on this device, on arrays without memory."""
+    engine = EngineConfig(load_format="dummy", **{"max_context": 65536} | settings)
+    with config_folder(config, {}) as folder:
+        model = ModelFolder.open(folder, weights=False, sparse=sparse)
+        blueprint = described(model, engine, CudaTarget(device), draft, "auto")
+    plan, word = blueprint.plan(blueprint.position_limit), np.zeros((), np.uint16)
+    arrays: dict[str, Any] = {region.name: np.broadcast_to(word, region.shape) for region in plan.regions}
+    arrays |= held_weights(plan.tensors, arrays, device)
+    launcher = Launcher(None, Modules(device.arch, blueprint.dtype), use_pdl=False)
+    gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
+    return StepForward(model.config.for_context(plan.max_context), device, launcher, gemm, arrays, plan.caches)
+
+
+@pytest.mark.parametrize(("config", "options", "kinds"), [
+    (EIGHT_B, {}, [SHORT, ANY_ROWS]),
+    (EIGHT_B | PACKED, {}, [SHORT, ANY_ROWS]),
+    (EIGHT_B, {"kv_dtype": "fp8"}, [SHORT, ANY_ROWS]),
+    (EIGHT_B, {"draft": "lookup"}, [SHORT, ANY_ROWS]),
+    (EIGHT_B, {"max_context": SHORT_KEYS}, [ANY_ROWS]),
+    (EIGHT_B, {"device": PORTABLE}, [ANY_ROWS]),
+    (EIGHT_B, {"device": known_device("sm_89")}, [ANY_ROWS]),
+    (HALF_B | PACKED, {}, [SHORT, ANY_ROWS]),
+    (HALF_B | PACKED, {"max_context": SHORT_KEYS}, [SHORT, ANY_ROWS]),
+    (shape_config("minicpm3-4b") | {"num_hidden_layers": 1}, {"max_context": 4096}, [ANY_ROWS]),
+    (EIGHT_B, {"sparse": SPARSE}, [SHORT_DENSE, INSIDE_DENSE, INSIDE, ANY_ROWS]),
+    (EIGHT_B, {"sparse": SPARSE, "kv_dtype": "fp8"}, [SHORT_DENSE, INSIDE_DENSE, INSIDE, ANY_ROWS]),
+    (EIGHT_B, {"sparse": SPARSE, "device": PORTABLE}, [INSIDE_DENSE, INSIDE, ANY_ROWS]),
+    (EIGHT_B, {"sparse": SPARSE, "draft": "lookup"}, [replace(DENSE, length="short"), DENSE, ANY_ROWS]),
+])  # fmt: skip
+def test_the_kinds_of_one_row(config: dict[str, Any], options: dict[str, Any], kinds: Sequence[RowKind]) -> None:
+    """Where q, k, v and attention are one launch, short rows are launched otherwise in any context."""
+    assert list(forward_of(config, **options).row_kinds(1)) == kinds
+
+
+def test_several_rows_are_never_short() -> None:
+    for options in ({}, {"sparse": SPARSE}):
+        forward = forward_of(EIGHT_B, **options)
+        kinds = {kind for rows in (2, 4, 8, 16, 32, 64) for kind in forward.row_kinds(rows)}
+        assert kinds == {DENSE if options else RowKind("long"), ANY_ROWS}
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, forward: StepForward, prompt: int, steps: int) -> list[RowKind]:
+    """The kinds of the graphs that the executor runs for the first steps behind a prompt of so many tokens."""
+    sparse = forward._model.config.sparse
+    made: Any = object.__new__(executor_module(monkeypatch).CudaExecutor)
+    made._forward, made._screened, made._row_counts = forward, set(), (1, 2)
+    made._row_kinds = {count: forward.row_kinds(count) for count in made._row_counts}
+    made._lengths, found = Lengths((), sparse.dense_context if sparse else 0), []
+    made._lengths.add(Prefill(1, (7,) * prompt, 0, True))
+    for _ in range(steps):
+        made._lengths.add(Decode((1,)))
+        graph, rows, kind = made._decode_graph((1,))
+        assert (graph, rows) == ("decode", 1)
+        found.append(kind)
+    return found
+
+
+def test_a_row_is_short_until_it_has_more_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's own token counts; with sparse attention the last short row ends a window of compressed keys."""
+    found = chosen(monkeypatch, forward_of(EIGHT_B), SHORT_KEYS - 2, 4)
+    assert found == [SHORT, SHORT, ANY_ROWS, ANY_ROWS]
+    found = chosen(monkeypatch, forward_of(EIGHT_B, sparse=SPARSE), SHORT_KEYS - 3, 5)
+    assert found == [SHORT_DENSE, SHORT_DENSE, ANY_ROWS, INSIDE_DENSE, INSIDE_DENSE]
