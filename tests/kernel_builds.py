@@ -215,7 +215,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "load/round_weights.cu": ({"WEIGHT_BITS": 4}, {"WEIGHT_BITS": 8}, {"WEIGHT_BITS": 2}),
     "linear_packed/prepare_rows.cu": (
         {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1},
-        {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 128, "ZEROS": 0, "WARPGROUPS": 1, "WEIGHT_BITS": 2},
+        {"IN_FEATURES": 4096, "ROWS": 64, "SCALE_GROUP": 32, "ZEROS": 2, "WARPGROUPS": 0},
     ),
     "linear_packed/row_layers.cu": tuple(
         {"IN_FEATURES": hidden, "ATTENTION": attention, "INNER": inner, "QKV_ROWS": rows, "HEAD_DIM": head_dim}

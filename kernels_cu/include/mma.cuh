@@ -17,6 +17,15 @@ DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// c (16x8) += a (16x32, row-major) b (32x8, column-major), signed bytes. With g and t as above a lane holds four neighbours each:
+//   a  {a[g][4t..], a[g+8][4t..], a[g][4t+16..], a[g+8][4t+16..]}    b  {b[4t..][g], b[4t+16..][g]}    c  as above
+DEVICE void mma_bytes(int (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+               "{%0, %1, %2, %3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Four 8x8 matrices; lane i gives the address of row i % 8 of matrix i / 8 (see shared_address in copy.cuh).
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

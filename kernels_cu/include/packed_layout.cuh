@@ -15,10 +15,10 @@
 // In all follow
 //   [128 / SCALE_GROUP][8] for each row pair g: scale of lo+g and of hi+g, scalar_t; with ZEROS: scale of lo+g, zero point of
 //     lo+g, scale of hi+g, zero point of hi+g, the zero points as scalar_t too.
-// Why so: `word & 0x000f000f` and, after a shift by 8, again are pairs of lo's codes as the 16-bit floats u * 2^-133 (bf16) or
-// u * 2^-24 (fp16), `& 0x00f000f0` are hi's times 16: numbers below twice the smallest normal one are linear in their bits.
-// The tensor cores multiply them exactly, so eight weights cost five integer instructions (in 8 bits four, in 2 bits four
-// and a half, in fp16 five and a half) and no conversion.
+// Why so: a byte of a word has two rows' codes of one k (in 2 bits of two k), so that a mask, for some codes behind a shift, leaves
+// four of them as the highest bits of bytes, as tensor cores take integers. And `word & 0x000f000f`, after a shift by 8 again, are pairs
+// of lo's codes as the 16-bit floats u * 2^-133 (bf16) or u * 2^-24 (fp16), `& 0x00f000f0` hi's times 16, which they multiply exactly
+// too: numbers below twice the smallest normal one are linear in their bits.
 #pragma once
 #include "types.cuh"
 

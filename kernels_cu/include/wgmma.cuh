@@ -37,6 +37,12 @@ DEVICE void settle(float (&registers)[COUNT]) {
 }
 
 template <int COUNT>
+DEVICE void settle(int (&registers)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+template <int COUNT>
 DEVICE void settle(uint32_t (&registers)[COUNT][4]) {
 #pragma unroll
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(registers[i / 4][i % 4])::"memory");
@@ -109,3 +115,21 @@ WGMMA_TILE(32, WGMMA_R0, WGMMA_LIST(WGMMA_SUMS16(c, 0)), "16", "17", "18", "19",
 WGMMA_TILE(64, WGMMA_R0 ", " WGMMA_R1, WGMMA_LIST(WGMMA_SUMS32(c, 0)), "32", "33", "34", "35", "36", "37")
 
 #undef WGMMA_TILE
+
+// multiply_bytes: c (+)= a b, signed bytes; a (64 x 32) in registers as mma_bytes takes it, b (32 x N) summed along its rows in shared
+// memory.
+#define WGMMA_BYTES(N, REGISTERS, SUMS, A, B, C, D, E, F)                                                            \
+  DEVICE void multiply_bytes(int (&c)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {                 \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" F ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                 \
+                 "k32.s32.s8.s8 {" REGISTERS "}, {%" A ", %" B ", %" C ", %" D "}, %" E ", p;\n}"                    \
+                 : SUMS                                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));           \
+  }
+
+#undef WGMMA_SUMS4
+#define WGMMA_SUMS4(c, i) "+r"(c[i]), "+r"(c[i + 1]), "+r"(c[i + 2]), "+r"(c[i + 3])
+
+WGMMA_BYTES(32, WGMMA_R0, WGMMA_LIST(WGMMA_SUMS16(c, 0)), "16", "17", "18", "19", "20", "21")
+WGMMA_BYTES(64, WGMMA_R0 ", " WGMMA_R1, WGMMA_LIST(WGMMA_SUMS32(c, 0)), "32", "33", "34", "35", "36", "37")
+
+#undef WGMMA_BYTES

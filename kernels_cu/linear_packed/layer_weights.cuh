@@ -159,46 +159,13 @@ struct Chain {
   }
 };
 
-// out[i] += S slices of the tile whose unit is units[i]; x of slice s is column s of operand B, as in multiply_row.
-template <int S, int TILES>
-DEVICE void multiply_side_by_side(Sums* out, const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
-  static_assert(S <= 2, "each lane has the sums of both slices");
-  const uint32_t x_lane = x + at.token % S * kXSliceBytes + at.quarter * 16;
-  float acc[TILES][S][4] = {};
-  uint4 words[TILES][S];
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const uint4 b = load_shared(x_lane + j * kXBlockBytes);
-#pragma unroll
-    for (int i = 0; i < TILES; i++)
-#pragma unroll
-      for (int s = 0; s < S; s++)
-        if (j % kLoadBlocks == 0) words[i][s] = load_shared(units[i] + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-      for (int i = 0; i < TILES; i++)
-#pragma unroll
-        for (int s = 0; s < S; s++) {
-          uint32_t a[4];
-          split_codes(a, &words[i][s].x, j % kLoadBlocks * 2 + half, ~0u);
-          mma(acc[i][s], a, {half ? b.z : b.x, half ? b.w : b.y});
-        }
-  }
-#pragma unroll
-  for (int i = 0; i < TILES; i++)
-#pragma unroll
-    for (int s = 0; s < S; s++)
-      add_row_group(out[i], make_float2(acc[i][s][s], acc[i][s][s + 2]), RowGroup(units[i] + s * kUnitBytes, x + s * kXSliceBytes, 0, at));
-}
-
 // The next chunks of the warp, those of COUNT tiles.
 template <class M, int COUNT>
 DEVICE void multiply_chunks(Sums* out, Chain& weights, uint32_t x, const Lane& at, bool is_whole) {
   uint32_t units[COUNT];
   weights.wait(units);
-  if (is_whole) multiply_side_by_side<M::kChunk>(out, units, x, at);
-  else multiply_side_by_side<1>(out, units, x, at);   // the last slice of an odd number
+  if (is_whole) multiply_row<M::kChunk>(out, units, x, at);
+  else multiply_row<1>(out, units, x, at);   // the last slice of an odd number
   weights.release<COUNT>();
 }
 

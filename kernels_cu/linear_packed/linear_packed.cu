@@ -42,16 +42,19 @@
 //     memory would have nothing to do
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
-// Numerics: codes times x exactly, float32 sums over a scale group in tensor cores, groups and then RUNS runs of K added in order;
-//   one rounding where a value is stored and one where a normalised row enters the product, as n = round(x * norm): 1 / rms multiplies
-//   the sums. Bits of a row depend on its own operands only. bf16: |x|, |n| < 2^63, below 2^-50 they count as zero; fp16: |n| < 2^20.
+// Numerics: x enters as integers of 14 bits and a sign in quanta of its slice of 128 columns: each element is at most 2^-14 of the slice's
+//   largest away, those below 2^-101 count as zero. Codes times integers are summed exactly over a scale group; the sum is rounded to float32, scaled, and added in order,
+//   groups and then RUNS runs of K. One rounding where a value is stored and one where a normalised row becomes n = round(x * norm):
+//   1 / rms multiplies the sums. Bits of a row depend on its own operands only. fp16: |n| < 2^20. What is not finite in x makes its sums NaN.
 // Oracle: NumpyOps.qkv, project_residual, gate_up, lm_head.
 // Source: original; rings as in CUTLASS's pipelines; RMSNorm arXiv 1910.07467, RoPE 2104.09864, SwiGLU 2002.05202.
 // Why so: at few rows the time is that of reading W once, so a warp's weights are one contiguous run of whole copies, and the
-//   codes need almost no work: as the low bits of a 16-bit float they are subnormal numbers.
-//   Tensor-core operand A is a tile with codes u as they are, operand B eight tokens. Over a scale group the tensor cores sum u x;
-//   a sum grows by scale * (sum u x - zero * sum x), and the sums of x are taken once, where x is brought to shared memory. In 4
-//   bits hi's sums are 16 times too large until the end, in 2 bits 4 times. K is cut into RUNS runs that are added in order: by eight warps of a
+//   codes need almost no work: a mask leaves them as the highest bits of signed bytes, one instruction for four weights, where masks
+//   that make 16-bit floats of them cost five for eight and bounded these products.
+//   Tensor-core operand A is a tile of codes, operand B columns of x: each token has a column of high bytes and one of low bytes of
+//   its integers, whose sums are added as 256 high + low. A sum grows by scale * quantum * (sum u q - zero * sum q); where zero is not the
+//   middle code the sums of q are taken once, where x is brought to shared memory. Integers are exact: all ways to sum a group
+//   have the same bits. K is cut into RUNS runs that are added in order: by eight warps of a
 //   block, or, with RUNS = 8 and SHARED_RUN = 1, by eight blocks that read an eighth of x each and exchange sums.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
     !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(ROWS) || !defined(WARPS) || !defined(WARPGROUPS) || \
@@ -93,7 +96,7 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
   // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
-  constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 ? 1 : 4;
+  constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 || (WEIGHT_BITS == 8 && NT == 8) ? 1 : 4;
   constexpr bool kAreWhole = ROWS == 1 && kSlices % kRunSlices + kRunSlices % kChunkSlices == 0;   // no chunk has fewer slices
 #pragma unroll 1
   for (int done = 0; done < at.slices; done += kChunkSlices) {

@@ -58,18 +58,15 @@ struct Activations {
     for (int b = 0; b < kBatch; b++) {
       const int token = b * kTeams + team;
       const bool is_mine = token < T && in_team;
-      float sums[kThreadPieces], square = 0.0f;
+      uint4 entering[kThreadPieces];
+      float square = 0.0f;
 #pragma unroll
       for (int i = 0; i < kThreadPieces; i++) {
-        const int piece = RowPieces::piece(i);
         stay_behind(v[b][i]);
-        sums[i] = place(weighted(v[b][i], row_pieces.norm[i]), piece, token, is_mine && piece < kPieces);
-        if (piece < kPieces) square = square_sum(v[b][i], square);
+        entering[i] = weighted(v[b][i], row_pieces.norm[i]);
+        if (RowPieces::piece(i) < kPieces) square = square_sum(v[b][i], square);
       }
-      sum_groups(sums, [&](int i, float sum) {
-        const int piece = RowPieces::piece(i);
-        place_sum(sum, piece, token, is_mine && piece < kPieces);
-      });
+      enter(entering, [&](int i) { return Entry{RowPieces::piece(i), token, is_mine && RowPieces::piece(i) < kPieces}; });
       square = RowPieces::warp_square_sum(square);
       if (at.lane == 0 && is_mine) store_shared_float(scale.squares(token) + at.warp % kRowWarps * 4, square);
     }
@@ -93,21 +90,19 @@ struct Activations {
     for (int i = 0; i < kThreadPieces; i++)
       if (at.lane + i * 32 < count) weight[i] = load16(norm + (first + at.lane + i * 32) * 8);
     weights.fill_ring();
-    float sums[kBatch * kThreadPieces], square[kBatch] = {};
+    uint4 entering[kBatch * kThreadPieces];
+    float square[kBatch] = {};
 #pragma unroll
-    for (int b = 0; b < kBatch; b++) {
-      const int token = b * kWarps + at.warp;
+    for (int b = 0; b < kBatch; b++)
 #pragma unroll
       for (int i = 0; i < kThreadPieces; i++) {
-        const int piece = at.lane + i * 32;
         stay_behind(v[b][i]);
-        sums[b * kThreadPieces + i] = place(weighted(v[b][i], weight[i]), piece, token, token < T && piece < count);
-        if (piece < count) square[b] = square_sum(v[b][i], square[b]);
+        entering[b * kThreadPieces + i] = weighted(v[b][i], weight[i]);
+        if (at.lane + i * 32 < count) square[b] = square_sum(v[b][i], square[b]);
       }
-    }
-    sum_groups(sums, [&](int i, float sum) {
+    enter(entering, [&](int i) {
       const int token = i / kThreadPieces * kWarps + at.warp, piece = at.lane + i % kThreadPieces * 32;
-      place_sum(sum, piece, token, token < T && piece < count);
+      return Entry{piece, token, token < T && piece < count};
     });
 #pragma unroll
     for (int b = 0; b < kBatch; b++) {
@@ -129,14 +124,13 @@ struct Activations {
   DEVICE void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
     constexpr int kRowPieces = kBlockSlices * 16;   // of a token
     constexpr int kNeeded = (ROWS * kRowPieces + kThreads - 1) / kThreads;
-    constexpr int kBatch = kOwnRuns ? (kThreadPieces + kRunWarps - 1) / kRunWarps : kNeeded <= 2 ? kNeeded : kNeeded <= 4 ? 4 : 8;
+    constexpr int kBatch = kOwnRuns ? (kThreadPieces + kRunWarps - 1) / kRunWarps : kNeeded <= 2 ? kNeeded : kNeeded <= 4 || ROWS == 64 ? 4 : 8;
     const int first = SHARED_RUN ? at.run * kRowPieces : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
 #pragma unroll 1
     for (int start = 0; start < kRowPieces * T; start += kOwnRuns ? kRowPieces : kBatch * kThreads) {
       const auto item_of = [&](int i) { return kOwnRuns ? RowPieces::piece(kRunWarps > 1 ? at.warp / RUNS * kBatch + i : i) : start + i * kThreads + static_cast<int>(threadIdx.x); };
       const auto is_there = [&](int item) { return item < kRowPieces * T && (item % kRowPieces < pieces || kSlices % RUNS == 0); };
       uint4 v[kBatch];
-      float sums[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         const int item = item_of(i);
@@ -144,32 +138,27 @@ struct Activations {
       }
       if (start == 0) weights.fill_ring(), look();
 #pragma unroll
-      for (int i = 0; i < kBatch; i++) {
+      for (int i = 0; i < kBatch; i++) stay_behind(v[i]);
+      enter(v, [&](int i) {
         const int item = item_of(i);
-        stay_behind(v[i]);
-        sums[i] = place(scaled(v[i]), item % kRowPieces, item / kRowPieces, is_there(item));
-      }
-      sum_groups(sums, [&](int i, float sum) {
-        const int item = item_of(i);
-        place_sum(sum, item % kRowPieces, item / kRowPieces, is_there(item));
+        return Entry{item % kRowPieces, item / kRowPieces, is_there(item)};
       });
     }
   }
 
-  // Stores a piece of a row, if it is the thread's, and returns its sum.
-  DEVICE float place(uint4 v, int piece, int token, bool is_mine) const {
-    const uint32_t to = base() + x_offset(piece, token);
-    if (is_mine && WGMMA_PRODUCTS) {
+  // Stores pieces of rows as the products take them.
+  template <int COUNT, class EntryOf>
+  DEVICE void enter(const uint4 (&v)[COUNT], EntryOf entry) const {
+    const auto store_piece = [&](const Entry& own, uint4 q) {
+      const uint32_t to = base() + x_offset(own.piece, own.token);
+      if (WGMMA_PRODUCTS) {
 #pragma unroll
-      for (int e = 0; e < 4; e++) store_shared_word(to + e * kXWordStride, (&v.x)[e]);
-    } else if (is_mine) {
-      store_shared(to, v);
-    }
-    return piece_sum(v);
-  }
-  // Stores the sum over a piece's scale group.
-  DEVICE void place_sum(float sum, int piece, int token, bool is_mine) const {
-    if (is_mine) store_shared_float(base() + sum_offset(piece, token), sum);
+        for (int e = 0; e < 4; e++) store_shared_word(to + word_offset(e), word_of(q, e));
+      } else {
+        store_shared(to, q);
+      }
+    };
+    enter_products(v, entry, store_piece, [&](int offset, float value) { store_shared_float(base() + offset, value); });
   }
 
   // Copies all that prepare_rows wrote for the block. A barrier must follow.

@@ -83,14 +83,9 @@ struct Feed {
     for (int first = at.warp * 2; first < T; first += kWarps * 2) {
       const int token = first + at.lane / 16, of_slice = at.lane % 16, piece = slice * 16 + of_slice;
       const bool is_there = token < T;
-      uint4 v = load_shared(row(token) + of_slice * 16);
-      if (is_there) store16(out + static_cast<size_t>(token) * columns + piece * 8, v);
-      v = scaled(v);
-      if (is_there) store_prepared(prepared, piece, token, v);
-      float sums[1] = {piece_sum(v)};
-      sum_groups(sums, [&](int, float sum) {
-        if (is_there) *reinterpret_cast<float*>(prepared + sum_offset(piece, token)) = sum;
-      });
+      const uint4 v[1] = {load_shared(row(token) + of_slice * 16)};
+      if (is_there) store16(out + static_cast<size_t>(token) * columns + piece * 8, v[0]);
+      store_prepared(prepared, v, [&](int) { return Entry{piece, token, is_there}; });
     }
   }
 };

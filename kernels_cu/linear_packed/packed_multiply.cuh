@@ -1,4 +1,4 @@
-// The products of a warp with packed weights: codes times x in tensor cores, a scale group at a time.
+// The products of a warp with packed weights: codes times x as integers in tensor cores, a scale group at a time.
 #pragma once
 #include "mma.cuh"
 #include "packed_activations.cuh"
@@ -6,65 +6,82 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr float kZero = (1 << WEIGHT_BITS - 1) / 8.0f;            // in units of the sums of x, which are 8 times too large
-constexpr float kHiFactor = WEIGHT_BITS == 8 ? 1.0f : 1 << WEIGHT_BITS;   // of hi's codes
+// A code u enters as the signed byte (u - kMiddle) kCodeFactor: its highest bits are those of u, of which the first is turned.
+constexpr int kMiddle = 1 << WEIGHT_BITS - 1;
+constexpr uint32_t kSigns = 0x80808080u;
 
-// Scales of lo and hi in scale group `group` of a unit, and what the sums of x are multiplied by.
-DEVICE void load_scales(float2& scale, float2& zero, uint32_t unit, int group, const Lane& at) {
-  const uint32_t scales = unit + kCodeBytes + group * kScaleBytes;
-  if (ZEROS) {
+// What the sums of a scale group are scaled by, in both halves of a tile.
+struct Scales {
+  float2 scale;       // lo, hi
+  float2 by_sum;      // with ZEROS: what the sum of q is multiplied by: (middle code - zero) kCodeFactor, or scale (middle) - minimum
+
+  Scales() = default;
+  DEVICE Scales(uint32_t unit, int group, const Lane& at) {
+    const uint32_t scales = unit + kCodeBytes + group * kScaleBytes;
+    if (!ZEROS) {
+      scale = unpack2(load_shared_word(scales + at.token * 4));
+      return;
+    }
     const uint2 pairs = load_shared_words(scales + at.token * 8);
     const float2 lo = unpack2(pairs.x), hi = unpack2(pairs.y);
-    scale = make_float2(lo.x, hi.x), zero = make_float2(-lo.y, -hi.y * kHiFactor);
-  } else {
-    scale = unpack2(load_shared_word(scales + at.token * 4)), zero = make_float2(-kZero, -kZero * kHiFactor);
+    scale = make_float2(lo.x, hi.x), by_sum = make_float2(beside(lo), beside(hi));
   }
+  // Of a scale and its zero point, or its minimum.
+  DEVICE static float beside(float2 pair) {
+    return kCodeFactor * (ZEROS == 1 ? kMiddle - pair.y : fmaf(pair.x, kMiddle, -pair.y));
+  }
+};
+
+// out += the sum of a group for a token with this quantum and sum of q.
+DEVICE void add_scaled(float& out, float sum, float scale, float by_sum, float quantum, float sum_of_q) {
+  const float by = scale * quantum;
+  if (ZEROS == 0) out = fmaf(by, sum, out);
+  if (ZEROS == 1) out = fmaf(by, fmaf(by_sum, sum_of_q, sum), out);
+  if (ZEROS == 2) out = fmaf(by_sum * quantum, sum_of_q, fmaf(by, sum, out));
 }
 
-// out += scale * (sum - zero * sum of x), with minimums scale * sum - minimum * sum of x.
-DEVICE void add_scaled(float& out, float sum, float scale, float zero, float ones) {
-  out = ZEROS == 2 ? fmaf(zero, ones, fmaf(scale, sum, out)) : fmaf(scale, fmaf(zero, ones, sum), out);
-}
+// The products with high and low bytes of x, added.
+DEVICE float joined(int high, int low) { return static_cast<float>(high * 256 + low); }
 
-// The same over scale group `group` of a slice, for token tiles `from` .. from + COUNT / 4 - 1.
-template <int COUNT>
-DEVICE void add_group(Sums& out, const float (&acc)[COUNT], int from, uint32_t unit, uint32_t x, int group,
-                      const Lane& at) {
-  const uint32_t sums = x + kXSumOffset + (group * kTokens + (ROWS == 1 ? 0 : at.quarter * 2)) * 4;
-  float2 scale, zero;
-  load_scales(scale, zero, unit, group, at);
+// out += the sums of scale group `group` of a slice for COUNT token tiles from `from` on; sum(tile, c) is that of accumulator c.
+template <int COUNT, class SumOf>
+DEVICE void add_group(Sums& out, int from, uint32_t unit, uint32_t x, int group, const Lane& at, SumOf sum) {
+  const Scales by(unit, group, at);
+  const uint32_t token = at.quarter * 8;
 #pragma unroll
-  for (int i = 0; i < COUNT / 4; i++) {
-    float2 ones;
-    if (ROWS == 1) ones.x = ones.y = load_shared_float(sums);
-    else ones = load_shared2(sums + (from + i) * 32);
+  for (int i = 0; i < COUNT; i++) {
+    const float2 quanta = load_shared2(x + kXQuantumOffset + (from + i) * 32 + token);
+    float2 sums = {};
+    if (ZEROS) sums = load_shared2(x + kXSumOffset + group * kTokens * 4 + (from + i) * 32 + token);
 #pragma unroll
     for (int c = 0; c < 4; c++)
-      add_scaled(out[from + i][c], acc[i * 4 + c], c < 2 ? scale.x : scale.y, c < 2 ? zero.x : zero.y, c % 2 ? ones.y : ones.x);
+      add_scaled(out[from + i][c], sum(i, c), c < 2 ? by.scale.x : by.scale.y, c < 2 ? by.by_sum.x : by.by_sum.y,
+                 c % 2 ? quanta.y : quanta.x, c % 2 ? sums.y : sums.x);
   }
 }
 
 // What a group's sums of the one row's products with a tile are scaled by.
 struct RowGroup {
-  float2 scale, zero;   // lo, hi
-  float ones;           // x summed
+  Scales by;
+  float quantum, sum_of_q = 0.0f;   // of x
   RowGroup() = default;
-  DEVICE RowGroup(uint32_t unit, uint32_t x, int group, const Lane& at) {
-    load_scales(scale, zero, unit, group, at);
-    ones = load_shared_float(x + kXSumOffset + group * kTokens * 4);
+  DEVICE RowGroup(uint32_t weights, uint32_t x, int group, const Lane& at) : by(weights, group, at), quantum(load_shared_float(x + kXQuantumOffset)) {
+    if (ZEROS) sum_of_q = load_shared_float(x + kXSumOffset + group * kTokens * 4);
+  }
+  // acc: sums of lo with high and low bytes of x, then those of hi.
+  DEVICE void add(Sums& out, const int (&acc)[4]) const {
+    add_scaled(out[0][0], joined(acc[0], acc[1]), by.scale.x, by.by_sum.x, quantum, sum_of_q);
+    add_scaled(out[0][2], joined(acc[2], acc[3]), by.scale.y, by.by_sum.y, quantum, sum_of_q);
   }
 };
 
-DEVICE void add_row_group(Sums& out, float2 sum, const RowGroup& by) {
-  add_scaled(out[0][0], sum.x, by.scale.x, by.zero.x, by.ones);
-  add_scaled(out[0][2], sum.y, by.scale.y, by.zero.y, by.ones);
-}
-
 // The blocks of 32 k that scale group `group` lies in. Of a group of 16 half of the lanes hold the block's 8 k each, and those
-// of the others stay out: a step of 16 k has four k of every lane.
+// of the others stay out.
 constexpr int kGroupBlocks = SCALE_GROUP < 32 ? 1 : SCALE_GROUP / 32;
-#if SCALE_GROUP < 32 || (WEIGHT_BITS == 8 && LINEAR != 3 && ROWS == 64)
-#define UNROLLED_GROUPS _Pragma("unroll 2")   // more side by side would take too many registers
+#if ROWS == 64 || (ROWS == 32 && SCALE_GROUP < 32)
+#define UNROLLED_GROUPS _Pragma("unroll 1")   // more side by side would take too many registers
+#elif SCALE_GROUP < 32
+#define UNROLLED_GROUPS _Pragma("unroll 2")
 #else
 #define UNROLLED_GROUPS _Pragma("unroll")
 #endif
@@ -74,92 +91,102 @@ DEVICE uint32_t group_mask(int group, const Lane& at) {
   return SCALE_GROUP >= 32 ? ~0u : group % 2 ? ~first : first;
 }
 
-// Operand A of 16 k, step `step` of those that begin at `words`: codes of lo and hi, two k each, then two k further; of the bits in
-// `mask`.
-constexpr int kLoadBlocks = 8 / WEIGHT_BITS;   // of 32 k in 16 bytes of a lane
-#if WEIGHT_BITS == 2
-using BlockCodes = uint32_t;      // of 32 k
-DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
-  return load_shared_word(unit + at.lane * 16 + block * 4);
+// Operand A of 32 k: codes of lo and hi, four k each, then four k further, of the lanes in `mask`. words: the lane's of the block; bits:
+// kCodeBits.
+constexpr int kBlockWords = WEIGHT_BITS / 2, kLoadBlocks = 8 / WEIGHT_BITS;   // of 32 k; blocks in 16 bytes of a lane
+DEVICE void enter_codes(uint32_t (&a)[4], const uint32_t* words, uint32_t bits, uint32_t mask) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t codes = WEIGHT_BITS == 8 ? words[i] : WEIGHT_BITS == 2 ? words[0] << 6 - 2 * i : i % 2 ? words[i / 2] : words[i / 2] << 4;
+    a[i] = codes & (WEIGHT_BITS == 8 ? mask : bits & mask) ^ (kSigns & mask);
+  }
 }
-DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step, uint32_t) {
-  static_assert(SCALE_GROUP >= 32, "2 bits have no groups of 16");
-  const int odd = step % 2 * 4, shift = SCALED_STEPS ? 0 : odd;   // with SCALED_STEPS x is as much smaller as the codes are too large
-  const uint32_t lo = 0x00030003u << (SCALED_STEPS ? odd : 0), hi = lo << 2;
-  const uint32_t word = words[step / 2] >> shift, high = words[step / 2] >> shift + 8;
-  a[0] = word & lo, a[1] = word & hi, a[2] = high & lo, a[3] = high & hi;
+// The lane's words of a block.
+DEVICE void load_block(uint32_t* words, uint32_t unit, int block, const Lane& at) {
+  const uint32_t from = unit + block / kLoadBlocks * 512 + at.lane * 16 + block % kLoadBlocks * (kBlockWords * 4);
+  uint4 loaded = {};
+  if (kBlockWords == 1) loaded.x = load_shared_word(from);
+  if (kBlockWords == 2) reinterpret_cast<uint2&>(loaded) = load_shared_words(from);
+  if (kBlockWords == 4) loaded = load_shared(from);
+#pragma unroll
+  for (int i = 0; i < kBlockWords; i++) words[i] = (&loaded.x)[i];
 }
-#elif WEIGHT_BITS == 4
-using BlockCodes = uint2;
-DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
-  return load_shared_words(unit + block / 2 * 512 + at.lane * 16 + block % 2 * 8);
-}
-DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step, uint32_t mask) {
-  const uint32_t word = words[step], high = word >> 8, lo = mask & 0x000F000Fu, hi = mask & 0x00F000F0u;
-  a[0] = word & lo, a[1] = word & hi, a[2] = high & lo, a[3] = high & hi;
-}
-#else
-using BlockCodes = uint4;
-DEVICE BlockCodes load_codes(uint32_t unit, int block, const Lane& at) {
-  return load_shared(unit + block * 512 + at.lane * 16);
-}
-DEVICE void split_codes(uint32_t (&a)[4], const uint32_t* words, int step, uint32_t mask) {
-  const uint32_t lo = words[step * 2] & mask, hi = words[step * 2 + 1] & mask;
-  a[0] = __byte_perm(lo, 0, 0x4240), a[1] = __byte_perm(hi, 0, 0x4240);
-  a[2] = __byte_perm(lo, 0, 0x4341), a[3] = __byte_perm(hi, 0, 0x4341);
-}
-#endif
 
-// 16 k of x at `shared`: [2][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes have the same
-// address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
+// The lane's codes on their way to operand A: 16 bytes at a time if a scale group has so many, else block by block.
+struct HeldCodes {
+  static constexpr bool kIsWhole = kGroupBlocks >= kLoadBlocks;
+  uint32_t words[kIsWhole ? 4 : kBlockWords];
+
+  // Of a block of the group, in order.
+  DEVICE void load(uint32_t unit, int block, const Lane& at) {
+    if (!kIsWhole) {
+      load_block(words, unit, block, at);
+    } else if (block % kLoadBlocks == 0) {
+      const uint4 loaded = load_shared(unit + block / kLoadBlocks * 512 + at.lane * 16);
+      words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
+    }
+  }
+  DEVICE const uint32_t* of(int block) const { return words + (kIsWhole ? block % kLoadBlocks * kBlockWords : 0); }
+};
+
+// 32 k of x at `shared`: [half][part][high, low][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes
+// have the same address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
 template <int NT, bool IN_UNIFORM>
 DEVICE uint64_t tokens_descriptor(uint32_t shared) {
   if (IN_UNIFORM) shared = __shfl_sync(0xFFFFFFFFu, shared, 0);
-  return static_cast<uint64_t>(128 >> 4) << 32 | static_cast<uint64_t>(NT * 128 >> 4) << 16 | (shared & 0x3FFFF) >> 4;
+  return static_cast<uint64_t>(128 >> 4) << 32 | static_cast<uint64_t>(NT * 256 >> 4) << 16 | (shared & 0x3FFFF) >> 4;
 }
 
-// As multiply_slices, by four warps together (sm_90a): weights in registers, x in shared memory as eight tokens x 8 k. The sums are
+// As multiply_slices, by four warps together (sm_90a): weights in registers, x in shared memory as eight columns x 16 k. The sums are
 // the same, bit for bit; four times as many come out in the same time. All four warps of a warpgroup, whether they have a tile or not.
 template <int S>
 DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
-  constexpr int kSteps = kGroupBlocks * 2;   // of 16 k in the blocks of a scale group
-  constexpr int kHeld = NT == 8 && kThreads > 512 && kSteps > 4 ? 4 : kSteps;   // with codes in registers at a time
+  // 64 tokens come in two parts, for whose sums there are registers; where these are few, codes enter anew for each, some at a time.
+  constexpr int kParts = NT / kPartTiles;
+  constexpr bool kKeeps = NT < 8 || (kThreads <= 512 && WEIGHT_BITS < 8);
+  constexpr int kHeld = kKeeps || kGroupBlocks < 2 ? kGroupBlocks : WEIGHT_BITS == 8 ? 1 : 2;   // blocks
 UNROLLED_GROUPS
   for (int group = 0; group < kUnitScales; group++) {
-    float acc[S][NT * 4];
     uint32_t a[S][kHeld][4];
+    const auto enter = [&](int s, int from) {
 #pragma unroll
-    for (int s = 0; s < S; s++) {
-      const uint64_t tokens = tokens_descriptor<NT, NT < 8 || kThreads <= 512>(x + s * kXSliceBytes);
-#pragma unroll
-      for (int from = 0; from < kSteps; from += kHeld) {
-        if (from > 0) {
-          wgmma_wait<0>();
-          settle(a[s]);
-        }
-#pragma unroll
-        for (int step = 0; step < kHeld; step += 2) {
-          const int first = first_block(group) * 2 + from + step;
-          const BlockCodes codes = load_codes(unit + s * kUnitBytes, first / 2, at);
-          const uint32_t* const words = reinterpret_cast<const uint32_t*>(&codes);
-          split_codes(a[s][step], words, 0, group_mask(group, at));
-          split_codes(a[s][step + 1], words, 1, group_mask(group, at));
-        }
-        settle(a[s]);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kHeld; step++)
-          multiply_tile(acc[s], a[s][step], tokens + descriptor_step((first_block(group) * 2 + from + step) * 2 * kXWordStride), from + step > 0);
-        wgmma_commit();
+      for (int j = 0; j < kHeld; j++) {
+        uint32_t words[kBlockWords];
+        load_block(words, unit + s * kUnitBytes, first_block(group) + from + j, at);
+        enter_codes(a[s][j], words, at.code_bits, group_mask(group, at));
       }
-    }
-#pragma unroll
-    for (int s = 0; s < S; s++) {
-      if (s == S - 1) wgmma_wait<0>();
-      else wgmma_wait<1>();
-      settle(acc[s]);
       settle(a[s]);
-      add_group(out, acc[s], 0, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at);
+    };
+#pragma unroll
+    for (int s = 0; s < S; s++)
+      if (kKeeps) enter(s, 0);
+#pragma unroll
+    for (int part = 0; part < kParts; part++) {
+      int acc[S][kPartTiles * 8];   // of high bytes, then of low ones
+#pragma unroll
+      for (int s = 0; s < S; s++) {
+        const uint64_t tokens = tokens_descriptor<NT, NT < 8 || kThreads <= 512>(x + s * kXSliceBytes) + descriptor_step(part * kPartTiles * 256);
+#pragma unroll
+        for (int from = 0; from < kGroupBlocks; from += kHeld) {
+          if (from > 0) wgmma_wait<0>();
+          if (!kKeeps) enter(s, from);
+          wgmma_fence();
+#pragma unroll
+          for (int j = 0; j < kHeld; j++)
+            multiply_bytes(acc[s], a[s][j], tokens + descriptor_step((first_block(group) + from + j) * kXBlockBytes), from + j > 0);
+          wgmma_commit();
+        }
+      }
+#pragma unroll
+      for (int s = 0; s < S; s++) {
+        if (s == S - 1) wgmma_wait<0>();
+        else wgmma_wait<1>();
+        settle(acc[s]);
+        settle(a[s]);
+        add_group<kPartTiles>(out, part * kPartTiles, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at,
+                          [&](int i, int c) { return joined(acc[s][i * 4 + c], acc[s][(kPartTiles + i) * 4 + c]); });
+      }
+      if (NT == 8) __syncwarp();   // keeps the next part's loads, and their registers, behind
     }
   }
 }
@@ -168,88 +195,106 @@ UNROLLED_GROUPS
 template <int S>
 DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
   // Token tiles whose sums over a scale group are in registers together.
-  constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : (kThreads == 512 ? 16 : 8) / NT;
-  const uint32_t x_lane = x + (ROWS == 1 ? at.quarter : at.lane) * 16;
+  constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : NT == 4 && kThreads == 512 ? 2 : 1;
 UNROLLED_GROUPS
-  for (int part = 0; part < kUnitScales * (NT / kPart); part++) {
-    const int group = part / (NT / kPart), from = part % (NT / kPart) * kPart;
-    float acc[S][kPart * 4] = {};
-    uint4 words[S];
+  for (int group = 0; group < kUnitScales; group++) {
 #pragma unroll
-    for (int j = first_block(group); j < first_block(group) + kGroupBlocks; j++) {
-      uint4 b[S][kPart];
+    for (int from = 0; from < NT; from += kPart) {
+      int acc[S][kPart][2][4] = {};   // of high and low bytes
+      HeldCodes codes[S];
 #pragma unroll
-      for (int s = 0; s < S; s++) {
+      for (int j = first_block(group); j < first_block(group) + kGroupBlocks; j++) {
+        uint4 b[S][kPart];
 #pragma unroll
-        for (int i = 0; i < kPart; i++) b[s][i] = load_shared(x_lane + s * kXSliceBytes + j * kXBlockBytes + (from + i) * 512);
-        if (j % kLoadBlocks == 0 || j == first_block(group))
-          words[s] = load_shared(unit + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
-      }
+        for (int s = 0; s < S; s++) {
 #pragma unroll
-      for (int half = 0; half < 2; half++)
+          for (int i = 0; i < kPart; i++) b[s][i] = load_shared(x + at.lane * 16 + s * kXSliceBytes + j * kXBlockBytes + (from + i) * 512);
+          codes[s].load(unit + s * kUnitBytes, j, at);
+        }
 #pragma unroll
         for (int s = 0; s < S; s++) {
           uint32_t a[4];
-          split_codes(a, &words[s].x, j % kLoadBlocks * 2 + half, group_mask(group, at));
+          enter_codes(a, codes[s].of(j), NT < 8 ? at.code_bits : kCodeBits, group_mask(group, at));   // registers are few with 64 rows
 #pragma unroll
-          for (int i = 0; i < kPart; i++)
-            mma(reinterpret_cast<float(&)[4]>(acc[s][i * 4]), a, {half ? b[s][i].z : b[s][i].x, half ? b[s][i].w : b[s][i].y});
+          for (int i = 0; i < kPart; i++) {
+            mma_bytes(acc[s][i][0], a, {b[s][i].x, b[s][i].y});
+            mma_bytes(acc[s][i][1], a, {b[s][i].z, b[s][i].w});
+          }
         }
-    }
+      }
 #pragma unroll
-    for (int s = 0; s < S; s++) add_group(out, acc[s], from, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at);
-    if (NT == 8) __syncwarp();   // keeps the next part's loads, and their registers, behind
+      for (int s = 0; s < S; s++)
+        add_group<kPart>(out, from, unit + s * kUnitBytes, x + s * kXSliceBytes, group, at,
+                         [&](int i, int c) { return joined(acc[s][i][0][c], acc[s][i][1][c]); });
+      if (NT == 8) __syncwarp();   // keeps the next part's loads, and their registers, behind
+    }
   }
 }
 
-// One row: out += S slices, as multiply_slices adds them. x of slice s is column s of operand B, so one load of x serves all S products,
-// each of which has its slice's sum in that column: of lane `quarter` s / 2. Lanes of quarter 0 hold the sums before and after; what
-// others hold means nothing.
+// One row: the products of S slices with x, which is their operand B: columns 2 s and 2 s + 1 are high and low bytes of slice s, so
+// that one load of x serves all S, and lanes whose quarter is s have its sums. What they have of other slices means nothing.
 template <int S>
-DEVICE void multiply_row(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
-  static_assert(S == 1 || S == 2 || S == 4 || S == 8, "S slices fill eight columns evenly");
-  constexpr int kPairs = (S + 1) / 2, kOwn = S < 2 ? 1 : 2;   // slices whose sums one lane has
-  const uint32_t x_lane = x + at.token % S * kXSliceBytes + at.quarter * 16;
-  const int first = at.quarter % kPairs * kOwn;
-  float2 held[S][kUnitScales];   // lo, hi: several groups of a slice come before those of the next
+struct RowSlices {
+  static_assert(S == 1 || S == 2 || S == 4, "S slices fill eight columns evenly");
+  const Lane& at;
+  DEVICE int own() const { return at.quarter % S; }
+  // Of 32 k, from the first slice's place on.
+  DEVICE uint2 load(uint32_t x, int block) const {
+    return load_shared_words(x + at.token / 2 % S * kXSliceBytes + at.token % 2 * 8 + at.quarter * 16 + block * kXBlockBytes);
+  }
+  // Slice s has been added by the lanes that have its sums: now all lanes of a row have them.
+  DEVICE void share(Sums& out, int s) const {
+    if constexpr (S > 1) {
+#pragma unroll
+      for (int c = 0; c < 4; c += 2) out[0][c] = __shfl_sync(0xFFFFFFFFu, out[0][c], at.lane & 28 | s);
+    }
+  }
+};
+
+// One row: out[i] += S slices of the tile whose first unit is units[i], tiles side by side, as multiply_slices adds them.
+template <int S, int TILES>
+DEVICE void multiply_row(Sums* out, const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
+  constexpr int kKept = S > 1 ? kUnitScales : 1;   // groups whose sums are kept: those of a slice come before those of the next
+  const RowSlices<S> slices{at};
+  int acc[TILES][S][kKept][4];
+  RowGroup by[TILES][kKept];
 UNROLLED_GROUPS
   for (int group = 0; group < kUnitScales; group++) {
-    float acc[S][4] = {};
-    uint4 words[S];
+    const int kept = S > 1 ? group : 0;
+    HeldCodes codes[TILES][S];
 #pragma unroll
     for (int j = first_block(group); j < first_block(group) + kGroupBlocks; j++) {
-      const uint4 b = load_shared(x_lane + j * kXBlockBytes);
+      const uint2 b = slices.load(x, j);
 #pragma unroll
-      for (int s = 0; s < S; s++)
-        if (j % kLoadBlocks == 0 || j == first_block(group))
-          words[s] = load_shared(unit + s * kUnitBytes + j / kLoadBlocks * 512 + at.lane * 16);
+      for (int i = 0; i < TILES; i++)
 #pragma unroll
-      for (int half = 0; half < 2; half++)
+        for (int s = 0; s < S; s++) codes[i][s].load(units[i] + s * kUnitBytes, j, at);
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
 #pragma unroll
         for (int s = 0; s < S; s++) {
+          int(&sums)[4] = acc[i][s][kept];
+          if (j == first_block(group)) sums[0] = sums[1] = sums[2] = sums[3] = 0;
           uint32_t a[4];
-          split_codes(a, &words[s].x, j % kLoadBlocks * 2 + half, group_mask(group, at));
-          mma(acc[s], a, {half ? b.z : b.x, half ? b.w : b.y});
+          enter_codes(a, codes[i][s].of(j), at.code_bits, group_mask(group, at));
+          mma_bytes(sums, a, {b.x, b.y});
         }
     }
 #pragma unroll
-    for (int s = 0; s < S; s++) held[s][group] = make_float2(acc[s][s % 2], acc[s][s % 2 + 2]);
-    if constexpr (S == 1) add_row_group(out, held[0][group], RowGroup(unit, x, group, at));
+    for (int i = 0; i < TILES; i++) {
+      by[i][kept] = RowGroup(units[i] + slices.own() * kUnitBytes, x + slices.own() * kXSliceBytes, group, at);
+      if (S == 1) by[i][0].add(out[i], acc[i][0][0]);
+    }
   }
   if constexpr (S > 1) {
-    RowGroup own[2][kUnitScales];
 #pragma unroll
-    for (int odd = 0; odd < 2; odd++)
+    for (int i = 0; i < TILES; i++)
 #pragma unroll
-      for (int group = 0; group < kUnitScales; group++)
-        own[odd][group] = RowGroup(unit + (first + odd) * kUnitBytes, x + (first + odd) * kXSliceBytes, group, at);
+      for (int s = 0; s < S; s++) {
 #pragma unroll
-    for (int s = 0; s < S; s++) {
-#pragma unroll
-      for (int group = 0; group < kUnitScales; group++) add_row_group(out, held[s][group], own[s % 2][group]);
-      if (S > 2 && s % 2 == 1)
-        for (int c = 0; c < 4; c += 2) out[0][c] = __shfl_sync(0xFFFFFFFFu, out[0][c], at.lane & 28 | s / 2);
-    }
+        for (int group = 0; group < kKept; group++) by[i][group].add(out[i], acc[i][s][group]);
+        slices.share(out[i], s);
+      }
   }
 }
 
@@ -259,45 +304,17 @@ DEVICE void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool 
     multiply_together<S>(out, unit, x, at);
   } else {
     if (!has_tile) return;
-    if constexpr (ROWS == 1) multiply_row<S>(out, unit, x, at);
+    if constexpr (ROWS == 1) multiply_row<S, 1>(&out, {unit}, x, at);
     else multiply_slices<S>(out, unit, x, at);
   }
 }
 
-// One row: out[i] += a slice of the tile whose unit is units[i], tiles side by side, each as multiply_slices would add it.
-template <int TILES>
-DEVICE void multiply_tiles(Sums (&out)[TILES], const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
-UNROLLED_GROUPS
-  for (int group = 0; group < kUnitScales; group++) {
-    float acc[TILES][4] = {};
-    uint4 words[TILES];
-#pragma unroll
-    for (int j = first_block(group); j < first_block(group) + kGroupBlocks; j++) {
-      const uint4 b = load_shared(x + at.quarter * 16 + j * kXBlockBytes);
-#pragma unroll
-      for (int i = 0; i < TILES; i++)
-        if (j % kLoadBlocks == 0 || j == first_block(group))
-          words[i] = load_shared(units[i] + j / kLoadBlocks * 512 + at.lane * 16);
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-          uint32_t a[4];
-          split_codes(a, &words[i].x, j % kLoadBlocks * 2 + half, group_mask(group, at));
-          mma(acc[i], a, {half ? b.z : b.x, half ? b.w : b.y});
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < TILES; i++) add_group(out[i], acc[i], 0, units[i], x, group, at);
-  }
-}
-
-// Sums in units of the codes and of x as it was.
+// Sums in units of the codes.
 DEVICE void finish_sums(Sums& out) {
 #pragma unroll
   for (int i = 0; i < NT; i++)
 #pragma unroll
-    for (int c = 0; c < 4; c++) out[i][c] *= c < 2 ? kSumScale : kSumScale / kHiFactor;
+    for (int c = 0; c < 4; c++) out[i][c] *= 1.0f / kCodeFactor;
 }
 
 // One row, a run of one slice: the warp's products of all rounds side by side, since those of a slice are a chain.
@@ -315,7 +332,7 @@ DEVICE void accumulate_rounds(Sums (&out)[ROUNDS], const WeightStream& weights, 
     __syncwarp();
   }
   // Sums of a tile that does not exist mean nothing.
-  if (at.slices > 0) multiply_tiles(out, units, x.base() + at.run * kXSliceBytes, at);
+  if (at.slices > 0) multiply_row<1>(out, units, x.base() + at.run * kXSliceBytes, at);
 #pragma unroll
   for (int round = 0; round < ROUNDS; round++) finish_sums(out[round]);
 }

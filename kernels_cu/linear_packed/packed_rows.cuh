@@ -1,4 +1,4 @@
-// Rows of x on their way to products with packed weights: normalised, scaled, in the order in which lanes read them.
+// Rows of x on their way to products with packed weights: normalised, as integers, in the order in which lanes read them.
 #pragma once
 #include "copy.cuh"
 
@@ -11,36 +11,24 @@ constexpr int kTokens = ROWS == 1 ? 1 : 8 * NT;
 #else
 #define WGMMA_PRODUCTS 0
 #endif
-// [32 k][token tile][lane] 16 bytes: k = 8 t .. + 7 of token g; or with one row [32 k][lane % 4]. With WGMMA_PRODUCTS
-// [16 k][half][token tile][token][t] words: k = 8 t + 4 (16 k) + 2 half, + 1 of each 32.
+// Rows enter the products as integers: in each slice of 128 k a value is q * quantum, where quantum is the power of two with which the largest q of
+// the token is 2^13 to 2^14, and q = 256 high + low, two signed bytes.
+// [32 k][token tile][lane] 16 bytes: of token g, high then low of k = 8 t .. + 7; or with one row [32 k][lane % 4]. With WGMMA_PRODUCTS
+// [32 k][half][part][high, low][token tile][token][t] words: k = 8 t + 4 half .. + 3. Of four k the bytes are k, k + 2, k + 1, k + 3.
+constexpr int kPartTiles = NT < 4 ? NT : 4;                    // token tiles of a part: 64 rows are two
 constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // 32 k
-// A slice of 128 k: four of those, then [128 / SCALE_GROUP][token] float, x summed over a scale group times a code 8 (ZEROS: 1).
+// A slice of 128 k: four of those, then with ZEROS [128 / SCALE_GROUP][token] float, q summed over a scale group, then [token] float, quanta.
 constexpr int kXSumOffset = 4 * kXBlockBytes;
-// Of one row so many bytes are behind a slice that eight lanes read two slices from different banks.
-constexpr int kXSliceBytes = kXSumOffset + (ROWS == 1 ? 64 : 128 / SCALE_GROUP * kTokens * 4);
+constexpr int kXQuantumOffset = kXSumOffset + (ZEROS ? 128 / SCALE_GROUP * kTokens * 4 : 0);
+// Of one row so many bytes are behind a slice that sixteen lanes read two slices from different banks.
+constexpr int kXSliceBytes = ROWS == 1 ? kXSumOffset + 64 : kXQuantumOffset + kTokens * 4;
 constexpr int kGroupLanes = SCALE_GROUP / 8;                   // that hold a scale group together
+constexpr int kSlicePieces = 16;                               // neighbouring lanes hold a slice
 
-// bf16 only: x enters the products times 2^64, exactly, so that sums of codes of 2^-133 are ordinary numbers.
 #ifdef CPMRT_BF16
-constexpr float kXScale = 18446744073709551616.0f;             // 2^64
-constexpr float kNormScale = kXScale;                          // of rows times the weights of a norm
-constexpr float kSumScale = 590295810358705651712.0f;          // 2^69
-constexpr float kCodeScale = 1.0f / 36893488147419103232.0f, kCodeScale2 = 1.0f / 295147905179352825856.0f;   // 2^-65, 2^-68
+constexpr float kNormScale = 1.0f;                             // of rows times the weights of a norm
 #else
-constexpr float kXScale = 1.0f;
 constexpr float kNormScale = 0.0625f;                          // large ones stay finite
-constexpr float kSumScale = 16777216.0f;                       // 2^24
-constexpr float kCodeScale = 1.0f / 16777216.0f, kCodeScale2 = 1.0f;
-#endif
-
-// In 2 bits and bf16 the codes of every second step of 16 k enter the products 16 times too large, and x of these steps, the second half
-// of each piece, 16 times smaller: exactly, and without shifts. fp16 would lose small x.
-#if defined(WEIGHT_BITS) && WEIGHT_BITS == 2 && defined(CPMRT_BF16)
-#define SCALED_STEPS 1
-constexpr float kLateFactor = 0.0625f;
-#else
-#define SCALED_STEPS 0
-constexpr float kLateFactor = 1.0f;
 #endif
 
 #ifdef ROW_PITCH
@@ -53,21 +41,12 @@ constexpr int kRowWarps = 8, kRowThreads = kRowWarps * 32;     // that take a ro
 constexpr int kEighthPieces = (IN_FEATURES / 128 + kRowWarps - 1) / kRowWarps * 16;
 constexpr int kThreadPieces = (kEighthPieces + 31) / 32;
 
-// Where piece k / 8 of a token begins; with WGMMA_PRODUCTS its four words are kXWordStride bytes apart.
-constexpr int kXWordStride = NT * 128;
+// Where piece k / 8 of a token begins; with WGMMA_PRODUCTS its four words are apart (word_offset).
 DEVICE int x_offset(int piece, int token) {
   const int block = (piece >> 4) * kXSliceBytes + (piece >> 2 & 3) * kXBlockBytes;
-  if (WGMMA_PRODUCTS) return block + (token >> 3) * 128 + (token & 7) * 16 + (piece & 3) * 4;
+  if (WGMMA_PRODUCTS)
+    return block + (token >> 3) / kPartTiles * (kPartTiles * 256) + (token >> 3) % kPartTiles * 128 + (token & 7) * 16 + (piece & 3) * 4;
   return block + (ROWS == 1 ? 0 : (token >> 3) * 512 + (token & 7) * 64) + (piece & 3) * 16;
-}
-
-DEVICE uint4 scaled(uint4 v) {
-#ifdef CPMRT_BF16
-  scalar2_t* pairs = reinterpret_cast<scalar2_t*>(&v);
-#pragma unroll
-  for (int e = 0; e < 4; e++) pairs[e] = __hmul2(pairs[e], __float2bfloat162_rn(e < 2 ? kXScale : kXScale * kLateFactor));
-#endif
-  return v;
 }
 
 // round(v * w), times kNormScale: what enters the product of a normalised row. Its 1 / rms comes after the product.
@@ -76,8 +55,7 @@ DEVICE uint4 weighted(uint4 v, uint4 w) {
   scalar2_t* values = reinterpret_cast<scalar2_t*>(&v);
   const scalar2_t* weights = reinterpret_cast<const scalar2_t*>(&w);
 #pragma unroll
-  for (int e = 0; e < 4; e++)
-    values[e] = __hmul2(values[e], __hmul2(weights[e], __float2bfloat162_rn(e < 2 ? kNormScale : kNormScale * kLateFactor)));
+  for (int e = 0; e < 4; e++) values[e] = __hmul2(values[e], weights[e]);
 #else
   uint32_t* values = &v.x;
   const uint32_t* weights = &w.x;
@@ -141,7 +119,7 @@ struct RowPieces {
     float total = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kRowWarps; warp++) total += load_shared_float(squares + warp * 4);
-    return rsqrtf(fmaf(total, 1.0f / IN_FEATURES, eps)) * (kXScale / kNormScale);
+    return rsqrtf(fmaf(total, 1.0f / IN_FEATURES, eps)) * (1.0f / kNormScale);
   }
 };
 
@@ -153,28 +131,75 @@ DEVICE int sum_offset(int piece, int token) {
   return (piece >> 4) * kXSliceBytes + kXSumOffset + ((piece & 15) / kGroupLanes * kTokens + token) * 4;
 }
 
-// The sum of a piece, which is part of that over its scale group.
-DEVICE float piece_sum(uint4 v) {
-  const float2 a = unpack2(v.x), b = unpack2(v.y), c = unpack2(v.z), d = unpack2(v.w);
-  if (SCALED_STEPS) return ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y)) * (1.0f / kLateFactor);
-  return ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
+// Where the quantum of the slice of piece k / 8 lies.
+DEVICE int quantum_offset(int piece, int token) { return (piece >> 4) * kXSliceBytes + kXQuantumOffset + token * 4; }
+
+// The larger ones of two pairs; NaN where there is one.
+DEVICE uint32_t larger2(uint32_t a, uint32_t b) {
+  const scalar2_t result = __hmax2_nan(reinterpret_cast<const scalar2_t&>(a), reinterpret_cast<const scalar2_t&>(b));
+  return reinterpret_cast<const uint32_t&>(result);
 }
 
-// A piece of what prepare_rows writes, in its place.
-DEVICE void store_prepared(unsigned char* prepared, int piece, int token, uint4 v) {
-  unsigned char* const place = prepared + x_offset(piece, token);
-  if (WGMMA_PRODUCTS) {
+// The largest magnitudes of a piece, those of even and of odd places.
+DEVICE uint32_t largest_of(uint4 v) {
+  constexpr uint32_t kMagnitudes = 0x7FFF7FFFu;
+  return larger2(larger2(v.x & kMagnitudes, v.y & kMagnitudes), larger2(v.z & kMagnitudes, v.w & kMagnitudes));
+}
+
+// The quantum of a slice with this largest magnitude; NaN if that is not finite, and so are then the products.
+DEVICE float quantum_for(float largest) {
+  constexpr uint32_t kLeastExponent = 40, kNotFinite = 255;   // no quantum is below 2^-100
+  const uint32_t exponent = __float_as_uint(largest) >> 23;
+  return __uint_as_float(exponent == kNotFinite ? 0x7FC00000u : max(exponent, kLeastExponent) - 13 << 23);
+}
+
+// The quanta of the slices of COUNT pieces a lane. All lanes of a warp.
+template <int COUNT>
+DEVICE void find_quanta(float (&quanta)[COUNT], const uint4 (&v)[COUNT]) {
+  uint32_t largest[(COUNT + 1) / 2];   // of two slices each
 #pragma unroll
-    for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t*>(place + e * kXWordStride) = (&v.x)[e];
-  } else {
-    store16(place, v);
+  for (int i = 0; i < COUNT; i += 2) {
+    const uint32_t first = largest_of(v[i]), second = largest_of(v[i + 1 < COUNT ? i + 1 : i]);
+    largest[i / 2] = larger2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+  }
+#pragma unroll
+  for (int distance = 1; distance < kSlicePieces; distance *= 2)
+#pragma unroll
+    for (uint32_t& both : largest) both = larger2(both, __shfl_xor_sync(0xFFFFFFFFu, both, distance));
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const float2 both = unpack2(largest[i / 2]);
+    quanta[i] = quantum_for(i % 2 ? both.y : both.x);
   }
 }
 
-// The sum of a scale group times a code of 8 (ZEROS: 1).
-DEVICE float group_sum(float sum) { return sum * kCodeScale * (ZEROS ? kCodeScale2 : kCodeScale2 * 8.0f); }
+// A piece as q: high of its first four elements, high of the others, low of both.
+DEVICE uint4 in_quanta(uint4 v, float quantum) {
+  const float inverse = __uint_as_float(0x7F000000u - __float_as_uint(quantum));   // of a power of two
+  uint32_t pairs[4];   // q + 128, in 16 bits
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    // Where a float's last place is 1 its lowest bits are an integer.
+    const float2 values = unpack2((&v.x)[e]);
+    const float even = fmaf(values.x, inverse, 12582912.0f + 128.0f), odd = fmaf(values.y, inverse, 12582912.0f + 128.0f);
+    pairs[e] = __byte_perm(__float_as_uint(even), __float_as_uint(odd), 0x5410);
+  }
+  const auto bytes = [&](int half, uint32_t which) { return __byte_perm(pairs[half * 2], pairs[half * 2 + 1], which); };
+  return make_uint4(bytes(0, 0x7351), bytes(1, 0x7351), bytes(0, 0x6240) ^ 0x80808080u, bytes(1, 0x6240) ^ 0x80808080u);
+}
 
-// Sums over scale groups, times a code of 8 (ZEROS: 1), of COUNT pieces a lane: kGroupLanes neighbouring lanes hold a group. All lanes
+// The sum of a piece's q, exactly.
+DEVICE float sum_of_q(uint4 q) {
+  constexpr int kOnes = 0x01010101;
+  const int high = __dp4a(static_cast<int>(q.x), kOnes, __dp4a(static_cast<int>(q.y), kOnes, 0));
+  return static_cast<float>(__dp4a(static_cast<int>(q.z), kOnes, __dp4a(static_cast<int>(q.w), kOnes, high * 256)));
+}
+
+// The four words of q where they are apart, by half, then high and low, and how many bytes behind the first.
+DEVICE uint32_t word_of(uint4 q, int place) { return place == 0 ? q.x : place == 1 ? q.z : place == 2 ? q.y : q.w; }
+DEVICE constexpr int word_offset(int place) { return place / 2 * (NT * 256) + place % 2 * (kPartTiles * 128); }
+
+// Sums over scale groups of COUNT pieces a lane: kGroupLanes neighbouring lanes hold a group. All lanes
 // of a warp. `store(i, sum)` for piece i, in one lane of each group. Neighbours are added first, whatever COUNT is; with more than
 // one piece each lane goes on with half of them.
 template <int COUNT, class Store, int DISTANCE = 1, int HELD = COUNT>
@@ -183,7 +208,7 @@ DEVICE void sum_groups(float (&sums)[COUNT], Store store, int first = 0, bool st
   if constexpr (DISTANCE == kGroupLanes) {
 #pragma unroll
     for (int i = 0; i < HELD; i++)
-      if (stores) store(first + i, group_sum(sums[i]));
+      if (stores) store(first + i, sums[i]);
   } else if constexpr (HELD % 2 == 0) {
     constexpr int kKept = HELD / 2;
 #pragma unroll
@@ -197,4 +222,47 @@ DEVICE void sum_groups(float (&sums)[COUNT], Store store, int first = 0, bool st
     for (int i = 0; i < HELD; i++) sums[i] += __shfl_xor_sync(0xFFFFFFFFu, sums[i], DISTANCE);
     sum_groups<COUNT, Store, DISTANCE * 2, HELD>(sums, store, first, stores && !is_upper);
   }
+}
+
+// Where a piece of a row belongs.
+struct Entry {
+  int piece, token;
+  bool exists;
+};
+
+// Gives COUNT pieces a lane to the products: `entry(i)` is where piece i belongs, `store_piece(entry, q)` and `store_float(offset, value)`
+// put what they are given there. All lanes of a warp, of which 16 neighbours have the pieces of a slice in order.
+template <int COUNT, class EntryOf, class StorePiece, class StoreFloat>
+DEVICE void enter_products(const uint4 (&v)[COUNT], EntryOf entry, StorePiece store_piece, StoreFloat store_float) {
+  float quanta[COUNT], sums[COUNT];
+  find_quanta(quanta, v);
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const Entry at = entry(i);
+    const uint4 q = in_quanta(v[i], quanta[i]);
+    if (at.exists) store_piece(at, q);
+    if (at.exists && at.piece % kSlicePieces == 0) store_float(quantum_offset(at.piece, at.token), quanta[i]);
+    if (ZEROS) sums[i] = sum_of_q(q);
+  }
+  if constexpr (ZEROS) {
+    sum_groups(sums, [&](int i, float sum) {
+      const Entry at = entry(i);
+      if (at.exists) store_float(sum_offset(at.piece, at.token), sum);
+    });
+  }
+}
+
+// The same for what prepare_rows writes.
+template <int COUNT, class EntryOf>
+DEVICE void store_prepared(unsigned char* prepared, const uint4 (&v)[COUNT], EntryOf entry) {
+  const auto store_piece = [&](const Entry& at, uint4 q) {
+    unsigned char* const place = prepared + x_offset(at.piece, at.token);
+    if (WGMMA_PRODUCTS) {
+#pragma unroll
+      for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t*>(place + word_offset(e)) = word_of(q, e);
+    } else {
+      store16(place, q);
+    }
+  };
+  enter_products(v, entry, store_piece, [&](int offset, float value) { *reinterpret_cast<float*>(prepared + offset) = value; });
 }

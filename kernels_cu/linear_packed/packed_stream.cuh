@@ -23,20 +23,20 @@ constexpr int kOwnTiles = (kWarps + RUNS - 1) / RUNS;              // that a blo
 constexpr int kPairs = CLUSTERS ? kOwnTiles * NT * 64 : KEPT_ROUNDS * kBlockTiles * 64;
 constexpr int kThreadPairs = SHARED_RUN && !CLUSTERS ? 2 : (kPairs + kThreads - 1) / kThreads;
 
-// Slices whose products a warp has under way at a time: the products of a slice are a chain. One row's share a load of x, so that
-// eight pay where their codes leave registers for it.
-constexpr bool kJoinsEight = ROWS == 1 && WEIGHT_BITS == 2 && kThreads <= 512 && kRunSlices % 8 == 0;
+// One row has larger chunks of ternary weights, whose copies would be small.
+constexpr bool kHasLargeChunks = ROWS == 1 && WEIGHT_BITS == 2 && kThreads <= 512 && kRunSlices % 8 == 0;
 #ifdef SMALL_CHUNKS
 constexpr bool kHasSmallChunks = true;
 static_assert(ROWS == 1 && !kCopyEngine && WEIGHT_BITS > 2, "SMALL_CHUNKS is for one row where lanes copy");
 #else
 constexpr bool kHasSmallChunks = false;
 #endif
-constexpr int kTogetherSlices = kHasSmallChunks ? 2 : kJoinsEight ? 8 : NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
+// Slices whose products a warp has under way at a time: the products of a slice are a chain. One row's share a load of x.
+constexpr int kTogetherSlices = kHasSmallChunks ? 2 : NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
 // A chunk is a copy: slices up to a multiple of 128 bytes, or of 64 where a ring would have one chunk in 8 bits only.
 constexpr int kCopyBytes = WEIGHT_BITS == 8 && (NT > 2 || kThreads > 512) ? 64 : 128;
 constexpr int kAlignedSlices = kHasSmallChunks || kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;
-constexpr int kWholeSlices = kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
+constexpr int kWholeSlices = kHasLargeChunks ? 8 : kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
 constexpr int kChunkSlices = kWholeSlices < kRunSlices ? kWholeSlices : kRunSlices;
 constexpr int kChunkBytes = packed_run_bytes(kChunkSlices);
 
@@ -86,12 +86,18 @@ DEVICE void copy_bulk(uint32_t shared, const void* source, int bytes, uint32_t b
   copy_bytes(shared, source, bytes, barrier);
 }
 
+// The bits of a byte that a code has as an operand: the highest ones.
+constexpr int kCodeFactor = 1 << 8 - WEIGHT_BITS;
+constexpr uint32_t kCodeBits = 0x01010101u * (256 - kCodeFactor);
+
 // The calling lane's place in the product.
 struct Lane {
   uint32_t shared;                  // start of dynamic shared memory
   int warp, lane, token, quarter;   // token = g (also the row inside a tile half), quarter = t
   int run, slices;                  // the warp's part of K; the slices in it
+  uint32_t code_bits;               // kCodeBits, which the compiler does not know here: it would make it anew for every use
   DEVICE Lane() {
+    asm("{\n.reg .u32 never;\nmov.u32 never, %%smid;\nshr.u32 never, never, 31;\nsub.u32 %0, %1, never;\n}" : "=r"(code_bits) : "r"(kCodeBits));
     extern __shared__ __align__(1024) unsigned char memory[];
     shared = shared_address(memory);
     warp = threadIdx.x >> 5, lane = threadIdx.x & 31, token = lane >> 2, quarter = lane & 3;

@@ -1,22 +1,21 @@
 // x of a step of 1-64 rows as linear_packed.cu takes it with PREPARED: times a norm's weights, columns in the order of a permuted weight.
 //
-// Formula: out[token, j] = round(x[token, p] * norm[p]) * c, p = permutation[j], without permutation p = j; without norm it is 1. With
-//   norm a token's scale is 1 / rms(x[token]), in fp16 times 16. c is 2^64 in bf16, for columns
-//   j with j % 8 > 3 of a ternary weight 2^60; in fp16 it is 1, with norm 1/16.
+// Formula: v[token, j] = round(x[token, p] * norm[p]) * c, p = permutation[j], without permutation p = j; without norm it is 1, and c is
+//   1/16 with norm in fp16, else 1. out[token, j] = rint(v / quantum), quantum the power of two with which the largest of a slice of 128
+//   columns is 2^13 to 2^14. With norm a token's scale is 1 / (c rms(x[token])).
 // Operands: out (K/128 slices) as in packed_rows.cuh, with norm T float scales behind them; x (T, K) scalar_t; norm (K) scalar_t or
 //   null; permutation (K) int32 or null.
 // Constants: IN_FEATURES: K, the columns of W, a multiple of 128. ROWS: most rows of a step: 1, 8, 16, 32 or 64.
 //   SCALE_GROUP: columns that share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums; 0: zero
-//   points are 8, in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. WEIGHT_BITS: 2 for
-//   ternary weights, of others not defined. ROW_PITCH: elements between rows of x, of whose columns the first K are taken;
-//   without it K
+//   points are 8, in 2 bits 2, in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. ROW_PITCH: elements
+//   between rows of x, of whose columns the first K are taken; without it K
 // Grid: T blocks of 256 threads; no dynamic shared memory.
-// Numerics: float32, rounded once; the square sum in the order of linear_packed.cu's own. Padding rows are not written.
-// Oracle: rms_norm of cpmrt/reference/ops.py.
+// Numerics: rounded to 16 bits where there is a norm, then to integers of 14 bits and a sign; the square sum in the order of linear_packed.cu's own. Padding rows are not written.
+// Oracle: tests/kernels/test_linear_packed.py, through the products.
 // Source: original.
 // Why the layout: a block of the product then copies its part of x in one piece.
 #if !defined(IN_FEATURES) || !defined(ROWS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(WARPGROUPS) || \
-    (WEIGHT_BITS != 2 && defined(WEIGHT_BITS)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
+    (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH))
 #error "a constant is not defined"
 #endif
 #include "packed_rows.cuh"
@@ -41,29 +40,22 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_rows)(
   for (int i = 0; i < kThreadPieces; i++) {
     const int piece = RowPieces::piece(i);
     if (piece >= kPieces) continue;
-    if (norm != nullptr) square = square_sum(v[i], square);
-    v[i] = norm == nullptr ? scaled(v[i]) : weighted(v[i], row_pieces.norm[i]);
+    if (norm != nullptr) square = square_sum(v[i], square), v[i] = weighted(v[i], row_pieces.norm[i]);
     if (permutation != nullptr) store16(row + piece * 8, v[i]);
   }
   if (permutation != nullptr) __syncthreads();
-  float sums[kThreadPieces];
+  if (permutation != nullptr) {
 #pragma unroll
-  for (int i = 0; i < kThreadPieces; i++) {
-    const int piece = RowPieces::piece(i);
-    if (permutation != nullptr && piece < kPieces) {
+    for (int i = 0; i < kThreadPieces; i++) {
+      const int piece = RowPieces::piece(i);
+      if (piece >= kPieces) continue;
       __align__(16) scalar_t gathered[8];
 #pragma unroll
       for (int e = 0; e < 8; e++) gathered[e] = row[permutation[piece * 8 + e]];
       v[i] = *reinterpret_cast<const uint4*>(gathered);
     }
-    sums[i] = piece_sum(v[i]);
-    if (piece >= kPieces) continue;
-    store_prepared(to, piece, token, v[i]);
   }
-  sum_groups(sums, [&](int i, float sum) {
-    const int piece = RowPieces::piece(i);
-    if (piece < kPieces) *reinterpret_cast<float*>(to + sum_offset(piece, token)) = sum;
-  });
+  store_prepared(to, v, [&](int i) { return Entry{RowPieces::piece(i), token, RowPieces::piece(i) < kPieces}; });
   if (norm == nullptr) return;
   square = RowPieces::warp_square_sum(square);
   if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;

@@ -65,6 +65,13 @@ static_assert(GATE_UP_RUNS == 8 || GATE_UP_RUNS == 1, "runs of gate_up");
 static_assert((FATRELU & 0x7F800000) != 0x7F800000, "FATRELU must be the bits of a finite threshold");
 #endif
 
+// Stores pieces of the row as the products take them, from `to` on.
+template <int COUNT, class EntryOf>
+DEVICE void enter_row(uint32_t to, const uint4 (&v)[COUNT], EntryOf entry) {
+  const auto store_piece = [&](const Entry& own, uint4 q) { store_shared(to + x_offset(own.piece, 0), q); };
+  enter_products(v, entry, store_piece, [&](int offset, float value) { store_shared_float(to + offset, value); });
+}
+
 // The warp's run of a row as it is in memory, a stage at a time.
 template <class M>
 struct PlainRun {
@@ -88,16 +95,7 @@ struct PlainRun {
   DEVICE uint32_t enter(int slice) {
     const int of_stage = slice % M::kStage;
     if (of_stage > 0) return base() + of_stage * kXSliceBytes;
-    float sums[kStagePieces];
-#pragma unroll
-    for (int i = 0; i < kStagePieces; i++) {
-      const uint4 entering = scaled(v[i]);
-      if (is_there(i, slice)) store_shared(base() + x_offset(at.lane + i * 32, 0), entering);
-      sums[i] = piece_sum(entering);
-    }
-    sum_groups(sums, [&](int i, float sum) {
-      if (is_there(i, slice)) store_shared_float(base() + sum_offset(at.lane + i * 32, 0), sum);
-    });
+    enter_row(base(), v, [&](int i) { return Entry{at.lane + i * 32, 0, is_there(i, slice)}; });
     __syncwarp();
     ask(slice + M::kStage);
     return base();
@@ -118,18 +116,13 @@ DEVICE void fill_normalised(const Lane& at, Chain& stream, const scalar_t* x, co
   for (int i = 0; i < kThreadPieces; i++)
     if (RowPieces::piece(i) < kPieces) v[i] = load16_past_l1(x + RowPieces::piece(i) * 8);
   stream.go_on();
-  float sums[kThreadPieces], square = 0.0f;
+  float square = 0.0f;
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++) {
-    const int piece = RowPieces::piece(i);
-    const uint4 entering = weighted(v[i], weights.norm[i]);
-    if (piece < kPieces) store_shared(at.shared + kRow + x_offset(piece, 0), entering);
-    sums[i] = piece_sum(entering);
-    if (piece < kPieces) square = square_sum(v[i], square);
+    if (RowPieces::piece(i) < kPieces) square = square_sum(v[i], square);
+    v[i] = weighted(v[i], weights.norm[i]);
   }
-  sum_groups(sums, [&](int i, float sum) {
-    if (RowPieces::piece(i) < kPieces) store_shared_float(at.shared + kRow + sum_offset(RowPieces::piece(i), 0), sum);
-  });
+  enter_row(at.shared + kRow, v, [&](int i) { return Entry{RowPieces::piece(i), 0, RowPieces::piece(i) < kPieces}; });
   square = RowPieces::warp_square_sum(square);
   if (at.lane == 0) store_shared_float(at.shared + kSquares + at.warp * 4, square);
 }

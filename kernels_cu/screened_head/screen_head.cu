@@ -1,7 +1,7 @@
 // The 8-bit copy of an output head in 16 bits that screens its rows (rescore.cu), and how far from each row it may lie.
 //
 //   formula   scale = round(max |w| / 127) over 128 columns, u = clamp(rint(w / scale), -127, 127) + 128, w' = scale (u - 128);
-//             bounds[v] = (1 + 2^-8) (|w - w'| + (STEPS 2^-18 + 2^-18) |w| + 0.18 |scales|) + 2^-40, with Euclidean norms
+//             bounds[v] = (1 + 2^-8) (|w - w'| + (STEPS 2^-18 + 2^-18 + 1.5625 2^-11) |w|) + 2^-40, with Euclidean norms
 //             over row v: then |exact logit - screened logit| <= bounds[v] * (norm of the normalised row, as head_rows gives it)
 //   operands  packed: the layout of packed_layout.cuh, 8 bits, written to the last byte but padding; bounds (V) float32;
 //             w (V, K) scalar_t row-major, 16-byte aligned
@@ -10,9 +10,10 @@
 //   launch    grid ceil(V / 64), block 128, no shared memory
 //   numerics  float32. The first norm is the rounding to 8 bits (Cauchy-Schwarz). The second is the error of linear.cu's sums: a
 //             tensor-core step of 16 products and a sum errs by at most 17 * 2^-23 of what it adds up, |w| |n| at most, and the
-//             sums of its runs by 2^-20. The third is that of linear_packed.cu's: in a group 8 steps over u |n| <= 255 |n|, and
-//             float32 sums of n, times 128, and of groups, together below scale 2^-6 |n|_1 <= scale 2^-6 sqrt(128) |n|. The
-//             factor covers the rounding of all this, 2^-40 what underflows
+//             sums of its runs by 2^-20. Its last part is that of linear_packed.cu: an element of n enters as an integer, at most
+//             2^-14 of its slice's largest away, so a slice's part of n by 2^-14 sqrt(128) |n| = 1.414 2^-11 |n|, and float32
+//             sums of slices err by less than 2^-16 |w'| |n|. The factor covers the rounding of all this, and that |w'| <= |w| + |w - w'|; 2^-40
+//             covers what underflows, the second term of head_rows' norms slices of n that are below 2^-87
 //   oracle    tests/reference/test_head_screen.py; the codes and scales are those of weights/quantised.py round_to_nearest
 //   source    original
 //   layout    a warp has a tile of 16 rows, whose units it writes as linear_packed.cu's lanes read them
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
   const int lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
   const int tile = blockIdx.x * kWarps + threadIdx.x / 32;
   if (tile * 16 >= V) return;
-  float difference[2] = {}, square[2] = {}, scales[2] = {};
+  float difference[2] = {}, square[2] = {};
 #pragma unroll 1
   for (int slice = 0; slice < kSlices; slice++) {
     unsigned char* unit = packed + unit_offset(tile, slice);
@@ -58,7 +59,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
       largest[half] = fmaxf(largest[half], __shfl_xor_sync(0xFFFFFFFFu, largest[half], 2));
       scale[half] = from_float(largest[half] / kLargest);
       divisor[half] = to_float(scale[half]) > 0.0f ? to_float(scale[half]) : 1.0f;
-      scales[half] = fmaf(to_float(scale[half]), to_float(scale[half]), scales[half]);
     }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
       square[half] += __shfl_xor_sync(0xFFFFFFFFu, square[half], distance);
     }
     const int at = tile * 16 + half * 8 + row;
-    const float sums = (STEPS + 1) * 0x1p-18f * sqrtf(square[half]) + 0.18f * sqrtf(scales[half]);
+    const float sums = ((STEPS + 1) * 0x1p-18f + 0x1.9p-11f) * sqrtf(square[half]);
     if (quarter == 0 && at < V) bounds[at] = (1.0f + 0x1p-8f) * (sqrtf(difference[half]) + sums) + 0x1p-40f;
   }
 }

@@ -80,23 +80,46 @@ def weights(kind: str, vocab: int, random: Any, dtype: DType) -> Any:
     return round_to(w, dtype)
 
 
+def in_quanta(x: Any) -> Any:
+    """A row as it enters products with packed weights: integers times a power of two in each slice of 128 columns."""
+    slices = x.reshape(-1, 128)
+    quantum = np.exp2(np.floor(np.log2(np.maximum(np.abs(slices).max(axis=1, keepdims=True), F32(2.0**-87)))) - 13)
+    return (np.rint(slices / quantum) * quantum).astype(F32).reshape(-1)
+
+
 def screen_of(kind: str, vocab: int, seed: int, dtype: DType, *, follows_row: bool) -> Screen:
     random = np.random.default_rng(seed)
     w = weights(kind, vocab, random, dtype)
     x = random.standard_normal(HIDDEN).astype(F32)
     if follows_row:  # as hidden states of trained models follow the row of their token
         x = x * F32(0.3) + w[0] / (np.abs(w[0]).max() + F32(1e-37)) * F32(5)
-    x = round_to(x, dtype)
+    if seed % 3 == 0:
+        x[::128] *= F32(1000)
+    return screen_with(w, round_to(x, dtype), dtype)
+
+
+def screen_with(w: Any, x: Any, dtype: DType) -> Screen:
     codes, scales = round_to_nearest(w, Quantization(8, 128), dtype)
     held = (codes.view(np.int8).astype(F32)) * np.repeat(scales, 128, axis=1)
-    apart, size, of_scales = (np.linalg.norm(a.astype(np.float64), axis=1) for a in (w - held, w, scales))
+    apart, size = (np.linalg.norm(a.astype(np.float64), axis=1) for a in (w - held, w))
     steps = 4 * ceil(HIDDEN / 64 / 8)
-    bounds = (1 + 2.0**-8) * (apart + (steps + 1) * 2.0**-18 * size + 0.18 * of_scales) + 2.0**-40
+    bounds = (1 + 2.0**-8) * (apart + ((steps + 1) * 2.0**-18 + 1.5625 * 2.0**-11) * size) + 2.0**-40
     length = np.linalg.norm(x.astype(np.float64)) * (1 + 2.0**-9) + HIDDEN**0.5 * 2.0**-30
     # Sums in an order of their own: float32 backwards, and in groups.
     exact = np.cumsum((w * x)[:, ::-1], axis=1, dtype=F32)[:, -1]
-    screened = (held * x).reshape(vocab, -1, 128).sum(axis=2, dtype=F32).sum(axis=1, dtype=F32)
+    screened = (held * in_quanta(x)).reshape(len(w), -1, 128).sum(axis=2, dtype=F32).sum(axis=1, dtype=F32)
     return Screen(exact, screened, bounds * length + np.abs(screened) * 2.0**-21)
+
+
+def test_the_integers_that_a_row_enters_as_are_part_of_the_bound() -> None:
+    """Weights that have no error of their own, against small elements beside a large one."""
+    x = np.random.default_rng(0).standard_normal(HIDDEN).astype(F32)
+    x[::128] *= F32(1000)
+    x = round_to(x, DType.BFLOAT16)
+    w = np.tile(np.where(x < in_quanta(x), F32(-1), F32(1)) * F32(127 / 1024), (8, 1))
+    screen = screen_with(w, x, DType.BFLOAT16)
+    away, size = np.abs(screen.exact - screen.screened).max(), np.linalg.norm(w[0]) * np.linalg.norm(x)
+    assert 10 * 2.0**-18 * size < away < screen.width.min()
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda dtype: dtype.label)

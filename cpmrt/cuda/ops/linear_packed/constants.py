@@ -45,8 +45,7 @@ class LinearPackedConstants(LayoutConstants):
 class PrepareConstants:
     """Compile-time constants of prepare_rows.cu, which fix the form of the rows that it writes.
 
-    `weight_bits` are given for ternary weights only: rows for all other widths are the same. `row_pitch`: the columns
-    of the rows that it reads, where they are more.
+    `row_pitch`: the columns of the rows that it reads, where they are more.
     """
 
     in_features: int
@@ -54,7 +53,6 @@ class PrepareConstants:
     scale_group: int
     zeros: int
     warpgroups: bool
-    weight_bits: int | None = None
     row_pitch: int | None = None
 
 

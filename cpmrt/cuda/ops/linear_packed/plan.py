@@ -12,12 +12,12 @@ from math import ceil
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, STARTS_EARLY, row_bucket
 from cpmrt.cuda.ops.linear_packed.constants import LatentQueriesConstants, LinearPackedConstants, PrepareConstants
-from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
 from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
 from cpmrt.weights.ternary import TERNARY_BITS
 
 SINGLE_ROW_SUMS = 64
-"""Bytes behind a slice of one row: its sums, and room so that two slices lie in different banks."""
+"""Bytes behind a slice of one row: its unit and sums, and room so that two slices lie in different banks."""
 ROW_BUCKETS = (1, 8, 16, 32, 64)
 # Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
@@ -80,10 +80,8 @@ class PackedPlan:
     def prepare(self) -> PrepareConstants:
         """The constants of the kernel that prepares the rows."""
         own = self.constants
-        bits = own.weight_bits if own.weight_bits == TERNARY_BITS else None
         return PrepareConstants(
-            own.in_features, own.rows, own.scale_group, own.zeros, own.warpgroups, bits,
-            own.row_pitch,
+            own.in_features, own.rows, own.scale_group, own.zeros, own.warpgroups, own.row_pitch
         )  # fmt: skip
 
     @property
@@ -211,8 +209,8 @@ def _constants(
     layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory,
     *, normalises: bool, prepared: bool, row_pitch: int | None,
 ) -> LinearPackedConstants:
-    # The instructions of one row's ternary products take as long as memory, so their first warps should begin soon:
-    # EARLY_WARPS and OWN_RUNS. Products of more bits wait for memory, qkv for a row's place; they were not measured so.
+    # Ternary weights come so fast that the first warps should begin soon: EARLY_WARPS and OWN_RUNS. One row's products
+    # in 4 bits wait for memory, and lose with both; qkv waits for a row's place and was not measured so.
     is_ternary_row = rows == 1 and layout.bits == TERNARY_BITS and layout.product != "qkv"
     shares_runs = layout.product == "residual" and not prepared and work.shares_runs
     is_late = work.in_clusters and rows == _HALF_EARLY_ROWS and work.ring.level > _EARLY_BYTES
@@ -220,7 +218,7 @@ def _constants(
     return LinearPackedConstants(
         **layout.sizes, rows=rows, norm=normalises, prepared=prepared, portable=device.is_portable,
         warps=work.warps, shared_run=work.shared_run, clusters=work.in_clusters, kept_rounds=work.kept_rounds,
-        warpgroups=work.multiplies_together(rows) and not device.is_portable,
+        warpgroups=work.multiplies_together(rows, layout) and not device.is_portable,
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
         early_slots=0 if device.capability < STARTS_EARLY else 1 if is_early_by_half else work.early_slots(
             rows, whole_rows=layout.runs == 1 and normalises and not prepared
@@ -301,9 +299,12 @@ class _Work:
         """Whether several warps of a block read the same run of x, and not all of them."""
         return not self.shared_run and self.warps > RUNS
 
-    def multiplies_together(self, rows: int) -> bool:
-        """Whether four warps share a tensor core product; not of few rows where many warps leave each few registers."""
+    def multiplies_together(self, rows: int, layout: PackedLayout) -> bool:
+        """Whether four warps share a tensor core product; not of few rows where many warps leave each few registers,
+        nor of most rows where minimums take some of these."""
         late = self.in_clusters or self.warps > _WARPGROUP_WARPS
+        if late and layout.zeros == MINIMUMS and rows == ROW_BUCKETS[-1]:
+            return False
         return self.shared_run and rows >= (_LATE_WARPGROUP_ROWS if late else _WARPGROUP_ROWS)
 
     def has_whole_slices(self, layout: PackedLayout) -> bool:
@@ -344,9 +345,9 @@ class _Memory:
 
 
 def _x_slice(layout: PackedLayout, rows: int) -> int:
-    """Bytes of a slice of x, with its sums."""
-    sums = SLICE_COLUMNS // layout.scale_group * rows * 4
-    return SLICE_COLUMNS * 2 * rows + (SINGLE_ROW_SUMS if rows == 1 else sums)
+    """Bytes of a slice of x, with its units, and its sums beside weights whose codes have zero points or minimums."""
+    groups = SLICE_COLUMNS // layout.scale_group if layout.zeros else 0
+    return SLICE_COLUMNS * 2 * rows + (SINGLE_ROW_SUMS if rows == 1 else (groups + 1) * rows * 4)
 
 
 def _stages(device: Device) -> int:

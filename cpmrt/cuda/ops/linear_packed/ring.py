@@ -30,8 +30,8 @@ class Ring:
         are_small = layout.bits == 8 and (rows > _LARGE_CHUNK_ROWS or warps > _LARGE_CHUNK_WARPS)
         copied = LINE_BYTES // 2 if are_small else LINE_BYTES
         aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % copied == 0)
-        joins_eight = rows == 1 and layout.bits == TERNARY_BITS and warps <= 16 and layout.run_slices % 8 == 0
-        together = 8 if joins_eight else 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
+        has_large = rows == 1 and layout.bits == TERNARY_BITS and warps <= 16 and layout.run_slices % 8 == 0
+        together = 8 if has_large else 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
         chunk_slices = min(_SMALL_CHUNK if has_small_chunks else max(aligned, together), layout.run_slices)
         level = warps * whole_lines(chunk_slices * layout.unit_bytes)
         slots = min(MAX_SLOTS, rounds * ceil(layout.run_slices / chunk_slices))
