@@ -11,13 +11,14 @@ constexpr int kTokens = ROWS == 1 ? 1 : 8 * NT;
 #else
 #define WGMMA_PRODUCTS 0
 #endif
-// Rows enter the products as integers: in each slice of 128 k a value is q * quantum, where quantum is the power of two with which the largest q of
-// the token is 2^13 to 2^14, and q = 256 high + low, two signed bytes.
+// Rows enter the products as integers: in each slice of 128 k a value is q * quantum, where quantum is the power of two with which the
+// largest q of the token is 2^13 to 2^14, and q = 256 high + low, two signed bytes.
 // [32 k][token tile][lane] 16 bytes: of token g, high then low of k = 8 t .. + 7; or with one row [32 k][lane % 4]. With WGMMA_PRODUCTS
 // [32 k][half][part][high, low][token tile][token][t] words: k = 8 t + 4 half .. + 3. Of four k the bytes are k, k + 2, k + 1, k + 3.
 constexpr int kPartTiles = NT < 4 ? NT : 4;                    // token tiles of a part: 64 rows are two
 constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // 32 k
-// A slice of 128 k: four of those, then with ZEROS [128 / SCALE_GROUP][token] float, q summed over a scale group, then [token] float, quanta.
+// A slice of 128 k: four of those, then with ZEROS [128 / SCALE_GROUP][token] float, q summed over a scale group, then [token] float,
+// quanta.
 constexpr int kXSumOffset = 4 * kXBlockBytes;
 constexpr int kXQuantumOffset = kXSumOffset + (ZEROS ? 128 / SCALE_GROUP * kTokens * 4 : 0);
 // Of one row so many bytes are behind a slice that sixteen lanes read two slices from different banks.
@@ -199,9 +200,9 @@ DEVICE float sum_of_q(uint4 q) {
 DEVICE uint32_t word_of(uint4 q, int place) { return place == 0 ? q.x : place == 1 ? q.z : place == 2 ? q.y : q.w; }
 DEVICE constexpr int word_offset(int place) { return place / 2 * (NT * 256) + place % 2 * (kPartTiles * 128); }
 
-// Sums over scale groups of COUNT pieces a lane: kGroupLanes neighbouring lanes hold a group. All lanes
-// of a warp. `store(i, sum)` for piece i, in one lane of each group. Neighbours are added first, whatever COUNT is; with more than
-// one piece each lane goes on with half of them.
+// Sums over scale groups of COUNT pieces a lane: kGroupLanes neighbouring lanes hold a group. All lanes of a warp. `store(i, sum)` for
+// piece i, in one lane of each group. Neighbours are added first, whatever COUNT is; with more than one piece each lane goes on with half
+// of them.
 template <int COUNT, class Store, int DISTANCE = 1, int HELD = COUNT>
 DEVICE void sum_groups(float (&sums)[COUNT], Store store, int first = 0, bool stores = true) {
   const bool is_upper = threadIdx.x & DISTANCE;

@@ -7,10 +7,11 @@
 //   null; permutation (K) int32 or null.
 // Constants: IN_FEATURES: K, the columns of W, a multiple of 128. ROWS: most rows of a step: 1, 8, 16, 32 or 64.
 //   SCALE_GROUP: columns that share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums; 0: zero
-//   points are 8, in 2 bits 2, in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. ROW_PITCH: elements
-//   between rows of x, of whose columns the first K are taken; without it K
+//   points are 8, in 2 bits 2, in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. ROW_PITCH:
+//   elements between rows of x, of whose columns the first K are taken; without it K
 // Grid: T blocks of 256 threads; no dynamic shared memory.
-// Numerics: rounded to 16 bits where there is a norm, then to integers of 14 bits and a sign; the square sum in the order of linear_packed.cu's own. Padding rows are not written.
+// Numerics: rounded to 16 bits where there is a norm, then to integers of 14 bits and a sign; the square sum in the order of
+//   linear_packed.cu's own. Padding rows are not written.
 // Oracle: tests/kernels/test_linear_packed.py, through the products.
 // Source: original.
 // Why the layout: a block of the product then copies its part of x in one piece.
@@ -43,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_rows)(
     if (norm != nullptr) square = square_sum(v[i], square), v[i] = weighted(v[i], row_pieces.norm[i]);
     if (permutation != nullptr) store16(row + piece * 8, v[i]);
   }
-  if (permutation != nullptr) __syncthreads();
   if (permutation != nullptr) {
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kThreadPieces; i++) {
       const int piece = RowPieces::piece(i);

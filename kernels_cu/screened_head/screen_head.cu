@@ -12,8 +12,8 @@
 //             tensor-core step of 16 products and a sum errs by at most 17 * 2^-23 of what it adds up, |w| |n| at most, and the
 //             sums of its runs by 2^-20. Its last part is that of linear_packed.cu: an element of n enters as an integer, at most
 //             2^-14 of its slice's largest away, so a slice's part of n by 2^-14 sqrt(128) |n| = 1.414 2^-11 |n|, and float32
-//             sums of slices err by less than 2^-16 |w'| |n|. The factor covers the rounding of all this, and that |w'| <= |w| + |w - w'|; 2^-40
-//             covers what underflows, the second term of head_rows' norms slices of n that are below 2^-87
+//             sums of slices err by less than 2^-16 |w'| |n|. The factor covers the rounding of all this, and that |w'| <= |w| +
+//             |w - w'|; 2^-40 covers what underflows, the second term of head_rows' norms slices of n that are below 2^-87
 //   oracle    tests/reference/test_head_screen.py; the codes and scales are those of weights/quantised.py round_to_nearest
 //   source    original
 //   layout    a warp has a tile of 16 rows, whose units it writes as linear_packed.cu's lanes read them

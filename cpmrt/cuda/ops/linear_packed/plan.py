@@ -17,7 +17,7 @@ from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
 from cpmrt.weights.ternary import TERNARY_BITS
 
 SINGLE_ROW_SUMS = 64
-"""Bytes behind a slice of one row: its unit and sums, and room so that two slices lie in different banks."""
+"""Bytes behind a slice of one row: its quantum and sums, and room so that two slices lie in different banks."""
 ROW_BUCKETS = (1, 8, 16, 32, 64)
 # Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
@@ -345,7 +345,7 @@ class _Memory:
 
 
 def _x_slice(layout: PackedLayout, rows: int) -> int:
-    """Bytes of a slice of x, with its units, and its sums beside weights whose codes have zero points or minimums."""
+    """Bytes of a slice of x, with its quanta, and its sums beside weights whose codes have zero points or minimums."""
     groups = SLICE_COLUMNS // layout.scale_group if layout.zeros else 0
     return SLICE_COLUMNS * 2 * rows + (SINGLE_ROW_SUMS if rows == 1 else (groups + 1) * rows * 4)
 
