@@ -34,6 +34,7 @@ struct Activations {
   unsigned stage = 0, last = 0;    // the stage that is read next; the stages of all rounds
 
   DEVICE uint32_t base() const { return at.shared + kXOffset; }
+  DEVICE SharedRows rows() const { return {base()}; }
 
   // x as it is in memory, times the weights of the norm, by groups of 256 threads that take tokens in turn. Before a barrier.
   DEVICE void fill_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
@@ -66,7 +67,7 @@ struct Activations {
         entering[i] = weighted(v[b][i], row_pieces.norm[i]);
         if (RowPieces::piece(i) < kPieces) square = square_sum(v[b][i], square);
       }
-      enter(entering, [&](int i) { return Entry{RowPieces::piece(i), token, is_mine && RowPieces::piece(i) < kPieces}; });
+      enter_products(rows(), entering, [&](int i) { return Entry{RowPieces::piece(i), token, is_mine && RowPieces::piece(i) < kPieces}; });
       square = RowPieces::warp_square_sum(square);
       if (at.lane == 0 && is_mine) store_shared_float(scale.squares(token) + at.warp % kRowWarps * 4, square);
     }
@@ -100,7 +101,7 @@ struct Activations {
         entering[b * kThreadPieces + i] = weighted(v[b][i], weight[i]);
         if (at.lane + i * 32 < count) square[b] = square_sum(v[b][i], square[b]);
       }
-    enter(entering, [&](int i) {
+    enter_products(rows(), entering, [&](int i) {
       const int token = i / kThreadPieces * kWarps + at.warp, piece = at.lane + i % kThreadPieces * 32;
       return Entry{piece, token, token < T && piece < count};
     });
@@ -139,26 +140,11 @@ struct Activations {
       if (start == 0) weights.fill_ring(), look();
 #pragma unroll
       for (int i = 0; i < kBatch; i++) stay_behind(v[i]);
-      enter(v, [&](int i) {
+      enter_products(rows(), v, [&](int i) {
         const int item = item_of(i);
         return Entry{item % kRowPieces, item / kRowPieces, is_there(item)};
       });
     }
-  }
-
-  // Stores pieces of rows as the products take them.
-  template <int COUNT, class EntryOf>
-  DEVICE void enter(const uint4 (&v)[COUNT], EntryOf entry) const {
-    const auto store_piece = [&](const Entry& own, uint4 q) {
-      const uint32_t to = base() + x_offset(own.piece, own.token);
-      if (WGMMA_PRODUCTS) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) store_shared_word(to + word_offset(e), word_of(q, e));
-      } else {
-        store_shared(to, q);
-      }
-    };
-    enter_products(v, entry, store_piece, [&](int offset, float value) { store_shared_float(base() + offset, value); });
   }
 
   // Copies all that prepare_rows wrote for the block. A barrier must follow.

@@ -85,7 +85,7 @@ struct Feed {
       const bool is_there = token < T;
       const uint4 v[1] = {load_shared(row(token) + of_slice * 16)};
       if (is_there) store16(out + static_cast<size_t>(token) * columns + piece * 8, v[0]);
-      store_prepared(prepared, v, [&](int) { return Entry{piece, token, is_there}; });
+      enter_products(PreparedRows{prepared}, v, [&](int) { return Entry{piece, token, is_there}; });
     }
   }
 };

@@ -231,39 +231,48 @@ struct Entry {
   bool exists;
 };
 
-// Gives COUNT pieces a lane to the products: `entry(i)` is where piece i belongs, `store_piece(entry, q)` and `store_float(offset, value)`
-// put what they are given there. All lanes of a warp, of which 16 neighbours have the pieces of a slice in order.
-template <int COUNT, class EntryOf, class StorePiece, class StoreFloat>
-DEVICE void enter_products(const uint4 (&v)[COUNT], EntryOf entry, StorePiece store_piece, StoreFloat store_float) {
+// Where rows as the products take them lie: in shared memory, or in the memory of prepare_rows.
+struct SharedRows {
+  uint32_t to;
+
+  DEVICE void store(int offset, uint4 value) const { store_shared(to + offset, value); }
+  DEVICE void store(int offset, uint32_t value) const { store_shared_word(to + offset, value); }
+  DEVICE void store(int offset, float value) const { store_shared_float(to + offset, value); }
+};
+struct PreparedRows {
+  unsigned char* to;
+
+  DEVICE void store(int offset, uint4 value) const { store16(to + offset, value); }
+  DEVICE void store(int offset, uint32_t value) const { *reinterpret_cast<uint32_t*>(to + offset) = value; }
+  DEVICE void store(int offset, float value) const { *reinterpret_cast<float*>(to + offset) = value; }
+};
+
+// Gives COUNT pieces a lane to the products: stores them in `rows` as these take them; `entry(i)` is where piece i belongs. All lanes of a
+// warp, of which 16 neighbours have the pieces of a slice in order.
+template <int COUNT, class Rows, class EntryOf>
+DEVICE void enter_products(const Rows& rows, const uint4 (&v)[COUNT], EntryOf entry) {
   float quanta[COUNT], sums[COUNT];
   find_quanta(quanta, v);
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     const Entry at = entry(i);
     const uint4 q = in_quanta(v[i], quanta[i]);
-    if (at.exists) store_piece(at, q);
-    if (at.exists && at.piece % kSlicePieces == 0) store_float(quantum_offset(at.piece, at.token), quanta[i]);
+    if (at.exists) {
+      const int offset = x_offset(at.piece, at.token);
+      if (WGMMA_PRODUCTS) {
+#pragma unroll
+        for (int e = 0; e < 4; e++) rows.store(offset + word_offset(e), word_of(q, e));
+      } else {
+        rows.store(offset, q);
+      }
+    }
+    if (at.exists && at.piece % kSlicePieces == 0) rows.store(quantum_offset(at.piece, at.token), quanta[i]);
     if (ZEROS) sums[i] = sum_of_q(q);
   }
   if constexpr (ZEROS) {
     sum_groups(sums, [&](int i, float sum) {
       const Entry at = entry(i);
-      if (at.exists) store_float(sum_offset(at.piece, at.token), sum);
+      if (at.exists) rows.store(sum_offset(at.piece, at.token), sum);
     });
   }
-}
-
-// The same for what prepare_rows writes.
-template <int COUNT, class EntryOf>
-DEVICE void store_prepared(unsigned char* prepared, const uint4 (&v)[COUNT], EntryOf entry) {
-  const auto store_piece = [&](const Entry& at, uint4 q) {
-    unsigned char* const place = prepared + x_offset(at.piece, at.token);
-    if (WGMMA_PRODUCTS) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) *reinterpret_cast<uint32_t*>(place + word_offset(e)) = word_of(q, e);
-    } else {
-      store16(place, q);
-    }
-  };
-  enter_products(v, entry, store_piece, [&](int offset, float value) { *reinterpret_cast<float*>(prepared + offset) = value; });
 }

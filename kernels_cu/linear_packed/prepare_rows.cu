@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_rows)(
       v[i] = *reinterpret_cast<const uint4*>(gathered);
     }
   }
-  store_prepared(to, v, [&](int i) { return Entry{RowPieces::piece(i), token, RowPieces::piece(i) < kPieces}; });
+  enter_products(PreparedRows{to}, v, [&](int i) { return Entry{RowPieces::piece(i), token, RowPieces::piece(i) < kPieces}; });
   if (norm == nullptr) return;
   square = RowPieces::warp_square_sum(square);
   if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;

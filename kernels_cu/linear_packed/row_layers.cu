@@ -65,13 +65,6 @@ static_assert(GATE_UP_RUNS == 8 || GATE_UP_RUNS == 1, "runs of gate_up");
 static_assert((FATRELU & 0x7F800000) != 0x7F800000, "FATRELU must be the bits of a finite threshold");
 #endif
 
-// Stores pieces of the row as the products take them, from `to` on.
-template <int COUNT, class EntryOf>
-DEVICE void enter_row(uint32_t to, const uint4 (&v)[COUNT], EntryOf entry) {
-  const auto store_piece = [&](const Entry& own, uint4 q) { store_shared(to + x_offset(own.piece, 0), q); };
-  enter_products(v, entry, store_piece, [&](int offset, float value) { store_shared_float(to + offset, value); });
-}
-
 // The warp's run of a row as it is in memory, a stage at a time.
 template <class M>
 struct PlainRun {
@@ -95,7 +88,7 @@ struct PlainRun {
   DEVICE uint32_t enter(int slice) {
     const int of_stage = slice % M::kStage;
     if (of_stage > 0) return base() + of_stage * kXSliceBytes;
-    enter_row(base(), v, [&](int i) { return Entry{at.lane + i * 32, 0, is_there(i, slice)}; });
+    enter_products(SharedRows{base()}, v, [&](int i) { return Entry{at.lane + i * 32, 0, is_there(i, slice)}; });
     __syncwarp();
     ask(slice + M::kStage);
     return base();
@@ -122,7 +115,7 @@ DEVICE void fill_normalised(const Lane& at, Chain& stream, const scalar_t* x, co
     if (RowPieces::piece(i) < kPieces) square = square_sum(v[i], square);
     v[i] = weighted(v[i], weights.norm[i]);
   }
-  enter_row(at.shared + kRow, v, [&](int i) { return Entry{RowPieces::piece(i), 0, RowPieces::piece(i) < kPieces}; });
+  enter_products(SharedRows{at.shared + kRow}, v, [&](int i) { return Entry{RowPieces::piece(i), 0, RowPieces::piece(i) < kPieces}; });
   square = RowPieces::warp_square_sum(square);
   if (at.lane == 0) store_shared_float(at.shared + kSquares + at.warp * 4, square);
 }

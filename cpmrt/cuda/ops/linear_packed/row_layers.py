@@ -12,7 +12,8 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE
 from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.ops.linear import STARTS_EARLY
-from cpmrt.cuda.ops.linear_packed.layout import RUNS, TILE_ROWS, PackedLayout
+from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout
+from cpmrt.cuda.ops.linear_packed.plan import SINGLE_ROW_SUMS
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, TensorSpec
 
@@ -29,9 +30,10 @@ _STAGE_SLICES, _CHUNK_SLICES, _FEWEST_SLOTS, _MOST_SLOTS = 4, 2, 3, 8
 PAGE_STAGES = 2
 """Pages of a warp's ring in attention."""
 _HEAD_DIMS = (64, 128)  # others spill registers
-# Shared memory before the sums: square sums, the row's place. Sums of a tile and run; a slice of the row; logarithms of
-# the sums of attention's four warps; rings begin at such a multiple.
-_FIXED_BYTES, _SUM_BYTES, _SLICE_BYTES, _LOG_SUM_BYTES, _ALIGNED_BYTES = 64, 64, 320, 256, 128
+# Shared memory before the sums: square sums, the row's place. Sums of a tile and run; logarithms of the sums of
+# attention's four warps; rings begin at such a multiple. A slice of the row.
+_FIXED_BYTES, _SUM_BYTES, _LOG_SUM_BYTES, _ALIGNED_BYTES = 64, 64, 256, 128
+_SLICE_BYTES = 2 * SLICE_COLUMNS + SINGLE_ROW_SUMS
 # A flag of attention's, and room to begin at a multiple of this.
 _STATIC_BYTES = 1024
 # Places in a weight are 32-bit integers.
