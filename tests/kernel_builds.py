@@ -196,10 +196,14 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | {"SCALE_GROUP": 32, "ZEROS": 2, "STAGE_SLICES": 2, "WARPGROUPS": 1, "SMEM_BYTES": 205696},
         {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 8, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
         | _PACKED
-        | {"HEAD_DIM": 128, "CLUSTERS": 1, "RECEIVED_APART": 1, "EARLY_SLOTS": 0, "TRIGGER": 2, "SMEM_BYTES": 107008},
-        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 8, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 0}
+        | {"HEAD_DIM": 128, "CLUSTERS": 1, "RECEIVED_APART": 1, "EARLY_SLOTS": 0, "SMEM_BYTES": 107008},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 8, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
         | _PACKED
-        | {"EARLY_SLOTS": 0, "FEEDS": 1, "SMEM_BYTES": 203392},
+        | _NO_NORM
+        | {"CLUSTERS": 1, "RECEIVED_APART": 1, "EARLY_SLOTS": 0, "SMEM_BYTES": 107008},
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 8, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
+        | _PACKED
+        | {"FEEDS": 1, "SMEM_BYTES": 203392},
         {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "ROWS": 32, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
         | _PACKED
         | _NO_NORM

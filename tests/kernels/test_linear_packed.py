@@ -391,6 +391,32 @@ def test_small_elements_beside_large_ones(cuda: Any, name: str, dtype: DType, nu
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [
+        (DType.BFLOAT16, 2.0**-130), (DType.BFLOAT16, 2.0**-101), (DType.BFLOAT16, 2.0**-88),
+        (DType.BFLOAT16, 2.0**-86), (DType.BFLOAT16, 2.0**120), (DType.FLOAT16, 2.0**-24), (DType.FLOAT16, 2.0**-14),
+        (DType.FLOAT16, 65504.0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["odd head", "long head in 8 bits"])
+def test_slices_of_the_least_and_of_the_largest_elements(cuda: Any, name: str, dtype: DType, largest: float) -> None:
+    """No quantum is below 2^-100: elements below 2^-101 may become zero. Every second slice is zeros."""
+    case = make_case(name, dtype, is_draft=True)
+    x = np.random.default_rng(3).uniform(-largest, largest, case.arrays["x"].shape)
+    x.reshape(64, -1, 128)[:, :, 7], x.reshape(64, -1, 128)[:, 1::2] = largest, 0
+    case.arrays["x"] = round_to(x.astype(np.float32), dtype)
+    launcher, x = Launcher(cuda, case), case.arrays["x"].astype(np.float64)
+    weight = case.arrays["weight"].astype(np.float64)
+    steps = np.maximum(np.abs(x).reshape(64, -1, 128).max(axis=2) * 2.0**-14, 2.0**-101)
+    bound = steps @ np.abs(weight).reshape(len(weight), -1, 128).sum(axis=2).T + np.abs(x) @ np.abs(weight).T * 2.0**-20
+    for num_rows in (1, 8, 16, 64):
+        out = to_float32(launcher.run(num_rows), DType.FLOAT32).astype(np.float64) * DIVISOR
+        assert (np.abs(out - (x @ weight.T)[:num_rows]) < bound[:num_rows]).all()
+        assert largest < 2.0**-100 or out.any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", ["odd head", "odd head in 8 bits", "demo gate_up", "demo down"])
 def test_what_is_not_finite_stays_so(cuda: Any, name: str, value: float) -> None:
@@ -452,7 +478,7 @@ def test_what_is_read_first_lies_in_the_weight(name: str) -> None:
     layout = make_layout(name, H200)
     for rows in ROW_BUCKETS:
         first = plan_packed(layout, rows, H200).first_read
-        is_several = rows in (8, 32) and layout.in_features > 2048
+        is_several = rows == 32 and layout.in_features > 2048
         assert (first is not None) == ((rows == 1 or is_several) and layout.runs == 1 and layout.bits == 4)
         if first is not None:
             pieces, stride, nbytes = first
@@ -493,14 +519,26 @@ def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multipro
     assert plan.constants.smem_bytes * 2 <= H200.shared_bytes_per_block < plan.shared_bytes * 2
 
 
-def test_8_rows_are_normalised_in_clusters_where_one_round_of_them_has_all_tiles() -> None:
+def test_8_wide_rows_are_normalised_in_clusters_where_one_round_has_all_tiles_else_once_for_all_blocks() -> None:
     for columns, out_features, in_clusters in ((4096, 4608, True), (4096, 12288, False), (2048, 2560, False)):
         layout = layout_of("qkv", (out_features, columns), 128, H200, zeros=0, head_dim=128, bits=4)
         for device, rows in ((H200, 8), (H200, 1), (RTX_4090, 8)):
             constants = plan_packed(layout, rows, device).constants
             assert constants.clusters == (in_clusters and device == H200 and rows == 8)
-            assert constants.trigger == (2 if constants.clusters else 0)
-            assert device != H200 or not constants.prepared
+            assert constants.trigger == 0
+            assert device != H200 or constants.prepared == (rows == 8 and columns == 4096 and not in_clusters)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_clusters", "prepared"),
+    [
+        ("8B o", True, False), ("8B gate_up", False, True), ("8B head", False, True), ("8B down", False, False),
+        ("0.5B gate_up", False, False), ("MiniCPM3 gate_up", False, False),
+    ],
+)  # fmt: skip
+def test_blocks_do_not_each_turn_8_wide_rows_into_integers(name: str, in_clusters: bool, prepared: bool) -> None:
+    constants = plan_packed(make_layout(name, H200), 8, H200).constants
+    assert (constants.clusters, constants.prepared) == (in_clusters, prepared)
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,15 @@ _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
 # And where it makes a head of the queries of latent attention.
 _HEAD_WARPS = 16
 _WARPGROUP = 4
-# From so many rows on they are normalised once, by prepare_rows, and not again in every block; a gate_up product whose
-# blocks have whole slices of the rows that it writes spares the next product prepare_rows; and four warps multiply
-# together, but in clusters or among more warps only from more rows on.
+# From so many rows on, or where they have more than _LARGEST_NORMALISED_X bytes, they are normalised once, by
+# prepare_rows, and not again in every block; a gate_up product whose blocks have whole slices of the rows that it
+# writes spares the next product prepare_rows; and four warps multiply together, but in clusters or among more warps
+# only from more rows on.
 _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 8, 16, 32, 16
 # A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others. It may be
-# less for up to 8 rows (more were not measured) where all tiles find room in clusters, whose blocks then normalise an
-# eighth each.
-_LARGEST_WHOLE_X, _LARGEST_NORMALISED_X, _NORMALISED_ROWS = 98_304, 61_440, 8
+# less for up to 8 rows (more were not measured) where all tiles find room in clusters, whose blocks then turn an eighth
+# of x into integers each.
+_LARGEST_WHOLE_X, _LARGEST_NORMALISED_X, _SHARED_ROWS = 98_304, 61_440, 8
 # Rounds whose sums one row keeps (KEPT_ROUNDS): so few that a thread finishes one output of all of them.
 _STAGES, _MOST_KEPT_ROUNDS = 4, 4
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
@@ -47,15 +48,15 @@ _LATE_WEIGHTS_ROWS = 8
 # clusters, at so many rows, where it would be more than may be early.
 _HALF_EARLY_LEVEL, _HALF_EARLY_ROWS = 65_536, 32
 # When the next kernel may start (TRIGGER). At 64 rows that is prepare_rows, whose blocks take registers from the next.
-# Product, whether in clusters: of so many rows x would wait behind what the next kernel reads early.
+# Outside of clusters x of so many rows would wait behind what the next kernel reads early.
 _AT_ONCE, _AT_END, _BEHIND_X, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
-_ROWS_BEFORE_NEXT = {("qkv", True): 8, ("residual", False): 32, ("gate_up", False): 32}
+_ROWS_BEFORE_NEXT = {"residual": 32, "gate_up": 32}
 # Up to this width of a model all of its products ask for as much shared memory as a multiprocessor has, else none does:
 # it changes the split only while it is idle, so a block that wants another one than its neighbours starts late.
 _NARROW_WIDTH = 2048
-# Weights in so many bits begin to come to the L2 during the product before theirs: for these numbers of rows so many
-# chunks of each warp, in narrow models of one row's. Other numbers gain nothing, other bits were not measured.
-_AHEAD_BITS, _AHEAD_CHUNKS = 4, {1: 1, 8: 2, 32: 1}
+# Weights in so many bits begin to come to the L2 during the product before theirs, a chunk of each warp: for these
+# numbers of rows, in narrow models for one row. Other numbers gain nothing, other bits were not measured.
+_AHEAD_BITS, _AHEAD_ROWS = 4, (1, 32)
 # What `linear` is of the product that makes queries of latent attention.
 _LATENT_QUERIES = 4
 
@@ -110,11 +111,11 @@ class PackedPlan:
         """Pieces that the warps read of the weight first, the bytes from one to the next, and those of each. Only of
         products with 4 bits whose warps take whole rows, where it pays that the product before brings them."""
         own, layout = self.constants, self.layout
-        pays = own.rows in _AHEAD_CHUNKS and (own.rows == 1 or _width(layout) > _NARROW_WIDTH)
+        pays = own.rows in _AHEAD_ROWS and (own.rows == 1 or _width(layout) > _NARROW_WIDTH)
         if not pays or layout.runs > 1 or layout.bits != _AHEAD_BITS:
             return None
         chunk = Ring.of(layout, own.rows, own.warps, 1).level // own.warps
-        return layout.num_tiles, layout.tile_bytes, min(_AHEAD_CHUNKS[own.rows] * chunk, layout.tile_bytes)
+        return layout.num_tiles, layout.tile_bytes, min(chunk, layout.tile_bytes)
 
     @property
     def partial_bytes(self) -> int:
@@ -147,7 +148,8 @@ def plan_packed(
     work = _Work.of(layout, rows, device)
     memory = _Memory.of(layout, rows, device, work, is_fed=is_fed)
     normalises = has_norm and layout.product != "residual"
-    from_memory = normalises and not work.in_clusters and (rows >= _PREPARED_ROWS or work.exchanges)
+    are_large = rows >= _PREPARED_ROWS or layout.num_slices * _x_slice(layout, rows) > _LARGEST_NORMALISED_X
+    from_memory = normalises and not work.in_clusters and (are_large or work.exchanges)
     constants = _constants(
         layout, rows, device, work, memory,
         normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
@@ -236,8 +238,8 @@ def _trigger(layout: PackedLayout, rows: int, work: _Work) -> int:
     product = layout.product
     if product == "residual" and rows >= _LATE_TRIGGER_ROWS:
         return _AT_END
-    is_wide = layout.runs == 1 if product == "gate_up" else work.exchanges  # others were not measured
-    return _BEHIND_X if is_wide and _ROWS_BEFORE_NEXT.get((product, work.in_clusters)) == rows else _AT_ONCE
+    is_wide = layout.runs == 1 if product == "gate_up" else work.exchanges and not work.in_clusters
+    return _BEHIND_X if is_wide and _ROWS_BEFORE_NEXT.get(product) == rows else _AT_ONCE  # others were not measured
 
 
 def _width(layout: PackedLayout) -> int:
@@ -264,8 +266,7 @@ class _Work:
         whole_x, can_cluster = layout.num_slices * _x_slice(layout, rows), device.whole_clusters > 0
         can_cluster = can_cluster and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
         find_room = can_cluster and layout.num_tiles <= device.whole_clusters * _MOST_RUN_WARPS
-        shares_norm = find_room and layout.product == "qkv" and rows <= _NORMALISED_ROWS
-        largest = _LARGEST_NORMALISED_X if shares_norm else _LARGEST_WHOLE_X
+        largest = _LARGEST_NORMALISED_X if find_room and rows <= _SHARED_ROWS else _LARGEST_WHOLE_X
         shared_run = layout.runs == 1 or whole_x > min(largest, device.shared_bytes_per_block // 2)
         copies = layout.runs if shared_run else 1
         exchanges = shared_run and layout.runs > 1
