@@ -5,7 +5,7 @@
 //   [2][32 lanes][4] words: word s of lane (g, t) = lane / 4, lane % 4 (s = 0..7) holds k0 = 128 slice + 32 (s / 2) + 8 t + 4 (s % 2):
 //     bits  0-3 u[lo+g][k0]    4-7 u[hi+g][k0]     8-11 u[lo+g][k0+2]  12-15 u[hi+g][k0+2]
 //     bits 16-19 u[lo+g][k0+1] 20-23 u[hi+g][k0+1] 24-27 u[lo+g][k0+3] 28-31 u[hi+g][k0+3]
-// In 8 bits, symmetric ones only, it begins with
+// In 8 bits, symmetric or with minimums, it begins with
 //   [4 j][32 lanes][4] words: words 2 s and 2 s + 1 (s = 0, 1) of lane (g, t) hold lo+g and hi+g, k0 = 128 slice + 32 j + 8 t + 4 s:
 //     bits  0-7 u[k0]    8-15 u[k0+2]    16-23 u[k0+1]    24-31 u[k0+3]
 // In 2 bits, symmetric ones only, it begins with

@@ -605,7 +605,7 @@ BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
     PlanBuild(name, *device) for device in ((ORIN, "sm_87"), (RTX_4090, "sm_89"))
     for name in SHAPES if "8B" in name or "MiniCPM3" in name
 ]
-"""Not sm_100: there 64 rows spill up to 32 bytes, where a block has 16 warps that do not multiply together."""
+"""Not sm_100: there 64 rows spill up to 48 bytes, where the warps of a block do not multiply together."""
 
 
 def tiered(build: PlanBuild) -> Any:
