@@ -86,12 +86,23 @@ def check_ternary(options: argparse.Namespace) -> None:
         )  # fmt: skip
 
 
+def check_no_calibration(options: argparse.Namespace) -> None:
+    """Raise ConfigError for calibration text, which the method would not look at."""
+    if options.calibration is not None:
+        raise ConfigError(
+            "--calibration is of methods gptq and awq", actual=f"--method {options.method}",
+            fix="leave it out, or choose one of these",
+        )  # fmt: skip
+
+
 def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
     """Make the recipe that was asked for. Raises ConfigError for options that contradict each other."""
     if options.group_size == 256:
         raise ConfigError("--group-size 256 is of method ternary", actual=f"--method {options.method}")
     if options.method != "rtn" and options.calibration is None:
         raise ConfigError(f"method {options.method} looks at activations", fix="give it text: --calibration FILE")
+    if options.method == "rtn":
+        check_no_calibration(options)
     if options.method != "gptq" and (options.act_order or options.static_groups):
         raise ConfigError("--act-order and --static-groups are of method gptq", actual=f"--method {options.method}")
     if not 0 < options.damping < 1:
@@ -124,6 +135,7 @@ def run(options: argparse.Namespace) -> int:
     folder = ModelFolder.open(options.model, weights=False)
     if options.method == TERNARY:
         check_ternary(options)
+        check_no_calibration(options)
         folder.fetch_weights()
         write_ternary(folder, options.out, options.group_size)
         note(f"{options.out}: {format_bytes(_size(options.out))}")

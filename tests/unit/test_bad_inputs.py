@@ -88,6 +88,7 @@ BAD_INPUTS = [
     Bad("gptq without text", Q, ("method gptq looks at activations", "--calibration FILE")),
     Bad("awq without text", f"{Q} --method awq --format awq", ("--calibration FILE",)),
     Bad("awq's format without zero points", f"{CALIBRATED} --format awq --act-order", ("--static-groups",)),
+    Bad("text that rtn does not read", f"{RTN} --calibration @text.txt", ("of methods gptq and awq",)),
     Bad("order without gptq", f"{RTN} --act-order", ("are of method gptq", "got --method rtn")),
     Bad("damping of nothing", f"{CALIBRATED} --damping 0", ("--damping: expected a number between 0 and 1, got 0",)),
     Bad("damping that is no number", f"{CALIBRATED} --damping nan", ("--damping: expected", "got nan")),

@@ -51,7 +51,7 @@ def text(tmp_path_factory):
 
 def quantised(model, text, folder, *options):
     """The folder that `cpmrt quantize` makes."""
-    calibration = ("--calibration", str(text), "--windows", "4", "--window", "64")
+    calibration = () if "rtn" in options else ("--calibration", str(text), "--windows", "4", "--window", "64")
     assert main(["quantize", str(model), str(folder), *calibration, *options]) == 0
     return folder
 
@@ -258,6 +258,8 @@ def test_a_failed_run_leaves_nothing(model, text, tmp_path, capsys):
     ((), "--calibration"),
     (("--method", "awq", "--format", "awq"), "--calibration"),
     (("--method", "rtn", "--act-order"), "method gptq"),
+    (("--method", "rtn", "--calibration", "TEXT"), "--calibration"),
+    (("--method", "ternary", "--calibration", "TEXT"), "--calibration"),
     (("--method", "ternary", "--lm-head", "8"), "--lm-head"), (("--method", "ternary", "--format", "awq"), "--format"),
     (("--method", "ternary", "--act-order"), "--act-order"), (("--method", "ternary", "--asymmetric"), "--asymmetric"),
     (("--act-order", "--format", "awq", "--calibration", "TEXT"), "--static-groups"),
