@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import numpy as np
 
 MAX_BYTES = 16 << 30
 MAX_NOTES = 4096
+ABANDONED_S = 3600
+"""After so long without a write nobody makes a temporary file any more: its process was killed."""
 _SUFFIX, _MET = ".prefix", ".met"
 
 
@@ -50,7 +53,13 @@ class PrefixFolder:
         return False
 
     def trim(self, keep: Path) -> None:
-        """Remove files that were not used for the longest time until the rest fits; `keep` stays. Raises OSError."""
+        """Remove files that were not used for the longest time until the rest fits; `keep` stays. Raises OSError.
+
+        What killed processes have left behind goes too: files that a PrefixWriter had begun.
+        """
+        for path in self._folder.glob(f".*{_SUFFIX}.*"):
+            if _last_used(path) < (time.time() - ABANDONED_S) * 1e9:
+                path.unlink(missing_ok=True)
         others = [path for path in self._folder.glob(f"*{_SUFFIX}") if path != keep]
         total = keep.stat().st_size
         for path in sorted(others, key=_last_used, reverse=True):

@@ -14,6 +14,7 @@ from cpmrt.cli.main import main
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Prefill
 from cpmrt.prefixes.folder import PrefixFolder
+from cpmrt.prefixes.prefix_file import PrefixWriter
 from cpmrt.prefixes.system_part import system_part
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0)
@@ -131,6 +132,19 @@ def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path: Path) -> No
     assert folder.use(paths[0])
     folder.trim(keep=paths[1])
     assert files(tmp_path) == sorted([paths[0], paths[1]])
+
+
+def test_what_killed_processes_had_begun_does_not_pile_up(tmp_path: Path) -> None:
+    folder = PrefixFolder(tmp_path)
+    kept = folder.path_of("f" * 64, (1, 2))
+    writers = [PrefixWriter(kept, "f" * 64, (), {}).__enter__() for _ in range(2)]
+    abandoned, begun = tmp_path.iterdir()
+    os.utime(abandoned, (0, 0))
+    kept.write_bytes(b"a file")
+    folder.trim(keep=kept)
+    assert set(tmp_path.iterdir()) == {kept, begun}
+    for writer in writers:
+        writer.__exit__(KeyboardInterrupt)
 
 
 def test_notes_of_texts_that_were_met_once_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
