@@ -138,7 +138,7 @@ class LLM:
 
         # Nothing here refers back to the LLM, which so is gone, with its memory, when nobody refers to it.
         loaded, shared = self._loaded, SharedEngine(engine, self.tokenizer)
-        prefixes = Prefixes(loaded.folder, loaded.settings, loaded.plan, engine, lambda job: shared.run([job]))
+        prefixes = Prefixes(loaded.folder, loaded.settings, loaded.plan, shared)
         self._shared, self._prefixes = shared, prefixes
         self.maker = JobMaker(
             engine, self.config, self.tokenizer, self.chat_template, self.sampling_defaults, self._seed,
@@ -269,7 +269,7 @@ class LLM:
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for `stream`; arguments as for `chat`.
+        """Token ids of a conversation, ready for `stream`; arguments as for `chat`. May wait with a `prefix_dir`.
 
             >>> llm.stream(llm.chat_prompt([{"role": "user", "content": "Hi"}], enable_thinking=False))
         """

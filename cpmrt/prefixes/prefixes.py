@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 
 from cpmrt.config import EngineConfig
-from cpmrt.engine import Engine
 from cpmrt.errors import (
     CheckpointError,
     ClosedError,
@@ -27,26 +26,29 @@ from cpmrt.prefixes.folder import PrefixFolder
 from cpmrt.prefixes.identity import fingerprint
 from cpmrt.prefixes.prefix_file import PrefixFile, PrefixWriter, Shapes
 from cpmrt.prefixes.system_part import Message, TokensOf, system_part
+from cpmrt.sharing.jobs import Reading
+from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.weights.model_folder import ModelFolder
 
 MIN_TOKENS = 4 * PAGE_SIZE
 """The shortest beginning that a folder keeps: shorter ones are computed as fast as they are read."""
+_WRITE_ELSEWHERE = "name a file in a folder where you may write, on a disk with enough room"
 
 
 class Prefixes:
-    """Saves and loads the whole pages of a prompt's beginning. `run` runs a job of the shared engine to its end.
+    """Saves and loads the whole pages of a prompt's beginning, in jobs of the shared engine.
 
     With a `prefix_dir` in the settings `prepare` does both for the system parts of chats. Any thread may call.
     """
 
-    def __init__(
-        self, model: ModelFolder, settings: EngineConfig, plan: MemoryPlan, engine: Engine, run: transfer.Run
-    ):
-        self._model, self._settings, self._plan, self._engine, self._run = model, settings, plan, engine, run
+    def __init__(self, model: ModelFolder, settings: EngineConfig, plan: MemoryPlan, shared: SharedEngine):
+        self._model, self._settings, self._plan, self._shared = model, settings, plan, shared
+        self._engine = shared.engine
         self._folder = None if settings.prefix_dir is None else PrefixFolder(Path(settings.prefix_dir).expanduser())
         self._stored = set[tuple[int, ...]]()
         """System parts of which the folder has had a file in this process."""
-        self._lock = Lock()
+        self._lock = RLock()
+        """One thread fetches at a time. A signal handler may ask for another system part while its thread does."""
 
     @property
     def has_folder(self) -> bool:
@@ -80,7 +82,7 @@ class Prefixes:
             with PrefixWriter(path, self._fingerprint, kept, self._shapes) as writer:
                 transfer.save(self._engine, self._run, writer, kept, reuses_known=reuses_known)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-            raise PrefixError(f"{path} cannot be written: {reason_of(error)}") from error
+            raise PrefixError(f"{path} cannot be written: {reason_of(error)}", fix=_WRITE_ELSEWHERE) from error
         return len(kept)
 
     def load(self, path: str | Path) -> int:
@@ -101,9 +103,10 @@ class Prefixes:
         """Make the pages of a chat's system part known, where that is long; see `system_part` for the arguments.
 
         They are read from the folder, or written to it when the same system part is met for the second time. What fails
-        only warns: the prompt is computed as it would be without a folder. Raises ClosedError.
+        only warns: the prompt is computed as it would be without a folder. A listener that the engine's step has called
+        leaves the folder alone, as nothing it waits for could come. Raises ClosedError.
         """
-        if self._folder is None or len(token_ids) < MIN_TOKENS:
+        if self._folder is None or len(token_ids) < MIN_TOKENS or self._shared.is_driven_here:
             return
         try:
             part = system_part(token_ids, messages, tokens_of)
@@ -116,6 +119,9 @@ class Prefixes:
             raise
         except (CpmrtError, OSError, ValueError) as error:
             warnings.warn(f"the prefix folder cannot be used, so prompts are computed whole: {error}", stacklevel=3)
+
+    def _run(self, job: Reading) -> None:
+        self._shared.run([job])
 
     def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
         return token_ids in self._stored and self._engine.slots.num_known(token_ids) == len(token_ids)

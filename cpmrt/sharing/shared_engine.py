@@ -72,6 +72,11 @@ class SharedEngine:
         """True if there is nothing to do for anybody."""
         return not (self._commands or self._generations or self._readings)
 
+    @property
+    def is_driven_here(self) -> bool:
+        """True in a listener, or a signal handler, that the engine's own step has called."""
+        return self._leader == get_ident()
+
     def submit(self, jobs: Sequence[Job], receiver: Receiver) -> None:
         """Queue these jobs, in their order; what comes for them goes to `receiver`.
 
@@ -145,7 +150,7 @@ class SharedEngine:
             return
         inbox, closed = Inbox(), Closed()
         self._commands.append(partial(self._run_close, inbox, closed))
-        if self._leader == get_ident():
+        if self.is_driven_here:
             return
         while self._message(inbox) is not closed:
             pass
@@ -209,7 +214,7 @@ class SharedEngine:
 
     def _sleep(self, inbox: Inbox) -> Message:
         """Wait for a message while another thread drives."""
-        if self._leader == get_ident():
+        if self.is_driven_here:
             raise RequestError("a listener or a signal handler asks the engine that it interrupts", fix="ask it later")
         self._sleeping[inbox] = None
         message: Message | None = None

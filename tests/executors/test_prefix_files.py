@@ -164,7 +164,7 @@ def test_what_cannot_be_saved(folder: Path, saved: Path, tmp_path: Path) -> None
     with open_model(folder, max_context=256) as llm:
         with pytest.raises(RequestError, match="too short for a prefix: expected at least 64 tokens, got 63"):
             llm.save_prefix(tmp_path / "x", IDS[:63])
-        with pytest.raises(PrefixError, match="none/x cannot be written: No such file"):
+        with pytest.raises(PrefixError, match="none/x cannot be written: No such file .*; name a file in a folder"):
             llm.save_prefix(tmp_path / "none" / "x", IDS[:100])
         for call in (lambda: llm.save_prefix(tmp_path / "x", IDS), lambda: llm.load_prefix(saved)):
             with pytest.raises(ContextLengthError, match="expected at most 256 tokens, got 576"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -120,6 +121,38 @@ def test_a_folder_that_cannot_be_used_costs_a_warning(model: Path, tmp_path: Pat
     assert cached == 0
     with pytest.raises(ConfigError, match="prefix_dir: expected nothing without the prefix cache"):
         ask(model, tmp_path, "Why?", prefix_cache=False)
+
+
+@pytest.mark.parametrize(("interrupted", "num_files"), [("a step", 1), ("a wait", 2)])
+def test_what_interrupts_a_thread_that_fetches_does_not_wait_for_it(
+    model: Path, tmp_path: Path, interrupted: str, num_files: int
+) -> None:
+    """A listener interrupts a step, and a signal handler also a thread that waits while another one drives."""
+    others, prompts, fetching = [conversation(system=f"Other. {SYSTEM}")], list[list[int]](), list[bool]()
+
+    def interrupt(*_: object) -> None:
+        if fetching and others:
+            prompts.append(llm.chat_prompt(others.pop()))
+
+    with LLM(model, executor="reference", prefix_dir=tmp_path, max_sequences=2, on_step=interrupt) as llm:
+        expected = llm.chat_prompt(others[0])
+        llm.chat_prompt(conversation())
+        stream = llm.stream("abc", SamplingParams(max_new_tokens=100, ignore_eos=True))
+        next(stream)
+        run = llm._prefixes._run
+
+        def waiting(job: Any) -> None:
+            fetching.append(True)
+            if interrupted == "a wait":
+                interrupt()
+            run(job)
+
+        llm._prefixes._run = waiting
+        thread = Thread(target=llm.chat_prompt, args=(conversation(),), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive() and prompts == [expected]
+        assert len(files(tmp_path)) == num_files, "nobody waits for a file within a step"
 
 
 def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path: Path) -> None:
