@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Thread
 from typing import Any, NoReturn, cast, overload
@@ -46,7 +47,10 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """The model, for what needs no waiting: its plan, config, tokenizer and `chat_prompt`."""
+        """The model, for what needs no waiting: its plan, config and tokenizer, and `chat_prompt`.
+
+        With a `prefix_dir` the last one may wait for a slot: call it in a thread then.
+        """
         return self._llm
 
     @overload
@@ -140,9 +144,17 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Free everything; calls that still wait raise ClosedError. May be called again."""
-        await asyncio.to_thread(self._llm.close)
+        # Calls that still prepare their prompts may hold every thread of asyncio's own pool until this has closed.
+        closing = ThreadPoolExecutor(1, "cpmrt-close")
+        try:
+            await asyncio.get_running_loop().run_in_executor(closing, self._close)
+        finally:
+            closing.shutdown(wait=False)
+
+    def _close(self) -> None:
+        self._llm.close()
         self._stop()
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

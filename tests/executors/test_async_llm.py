@@ -6,6 +6,7 @@ import pickle
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -174,6 +175,22 @@ def test_closing_ends_what_waits(checkpoint):
         with pytest.raises(ClosedError):
             await fast.score("abc")
         assert not [each for each in set(threading.enumerate()) - before if each.name == "cpmrt-engine"]
+
+    asyncio.run(run())
+
+
+def test_closing_does_not_wait_for_a_free_thread_of_the_loop(checkpoint):
+    async def run():
+        held = threading.Event()
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        fast = AsyncLLM(LLM(checkpoint, executor="reference"))
+        preparing = asyncio.create_task(asyncio.to_thread(held.wait, 20))
+        await asyncio.sleep(0)
+        try:
+            await asyncio.wait_for(fast.close(), 10)
+        finally:
+            held.set()
+        assert await preparing
 
     asyncio.run(run())
 
