@@ -79,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
     asked = "--block-type" if args.block_type else "--weight-bits" if args.weight_bits else ""
     if asked and not args.shape and args.load_format != "dummy":
         raise UsageError(f"{asked} needs random weights: --shape, or --load-format dummy")
+    ignored = [name for name in ("json", "plot", "startup") if getattr(args, name)] if args.repeatability else []
+    if ignored:
+        raise UsageError(f"--repeatability measures no times: leave --{ignored[0]} out")
     changes = options.draft_changes(args)
     for path in filter(None, (args.json, args.plot)):
         _check_folder(path)

@@ -110,12 +110,14 @@ def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
     for name in ("windows", "window"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name}", expected="at least 1", actual=getattr(options, name))
+    if options.skip_positions < 0:
+        raise ConfigError("--skip-positions", expected="at least 0", actual=options.skip_positions)
     symmetric = not (options.asymmetric or options.format == "awq")
     min_zero = 0 if options.format == "awq" else 1
     search = options.method != "rtn" if options.search is None else options.search
     grid = GridSettings(options.group_size, symmetric, search, min_zero, dtype)
     order = GptqSettings(options.damping, options.act_order, options.static_groups)
-    return Recipe(options.method, grid, order, max(options.skip_positions, 0), options.lm_head)
+    return Recipe(options.method, grid, order, options.skip_positions, options.lm_head)
 
 
 def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> list[list[int]]:

@@ -158,6 +158,8 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
     (["--case", "60:5"], 1, "case 60:5 does not fit the context: expected at most 64 tokens, got 65"),
     (["--json", "/absent/x.json"], 1, "/absent/x.json cannot be written"),
     (["--plot", "/absent/x.png"], 1, "/absent/x.png cannot be written"),
+    (["--repeatability", "2", "--json", "x.json"], 2, "--repeatability measures no times: leave --json out"),
+    (["--repeatability", "2", "--startup"], 2, "leave --startup out"),
 ], ids=lambda value: str(value)[:30])  # fmt: skip
 def test_mistakes_are_one_line(checkpoint, capsys, options, code, message):
     assert main(["bench", checkpoint, *QUICK, *options]) == code

@@ -268,6 +268,7 @@ def test_a_failed_run_leaves_nothing(model, text, tmp_path, capsys):
     (("--calibration", "nowhere.txt"), "does not exist"),
     (("--calibration", "TEXT", "--window", "100000", "--windows", "1"), "too short"),
     (("--calibration", "TEXT", "--window", "8", "--skip-positions", "8"), "--skip-positions"),
+    (("--calibration", "TEXT", "--window", "8", "--skip-positions", "-1"), "--skip-positions"),
 ])  # fmt: skip
 def test_mistakes_are_explained(model, text, tmp_path, capsys, options, message):
     words = [str(text) if word == "TEXT" else word for word in options]
