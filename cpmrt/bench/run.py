@@ -114,7 +114,7 @@ def _check_cases(cases: Sequence[Case], max_context: int) -> None:
                 f"case {case} does not fit the context",
                 expected=f"at most {max_context} tokens",
                 actual=case.prompt_tokens + case.new_tokens,
-                fix="raise max_context, or lower max_sequences",
+                fix="shorten the case, or raise --max-context where model and memory allow it",
             )
 
 

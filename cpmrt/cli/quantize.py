@@ -76,7 +76,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def check_ternary(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that say how codes are made and stored: ternary files have 16-bit tensors."""
-    named = [name for name in ("asymmetric", "act_order", "static_groups", "lm_head") if getattr(options, name)]
+    of_codes = ("asymmetric", "search", "act_order", "static_groups", "skip_positions", "lm_head")
+    named = [name for name in of_codes if getattr(options, name)]
     named += ["format"] * (options.format != FORMATS[0])
     if named:
         option = f"--{named[0].replace('_', '-')}"

@@ -155,7 +155,7 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
     (["--temperature", "-1"], 2, "--temperature: expected"),
     (["--shape", "minicpm4-8b"], 2, "MODEL and --shape exclude each other"),
     (["--case", "8:4:3", "--max-sequences", "2"], 2, "--max-sequences 2: a case has 3 sequences"),
-    (["--case", "60:5"], 1, "case 60:5 does not fit the context: expected at most 64 tokens, got 65"),
+    (["--case", "60:5"], 1, "case 60:5 does not fit the context: expected at most 64 tokens, got 65; shorten the case"),
     (["--json", "/absent/x.json"], 1, "/absent/x.json cannot be written"),
     (["--plot", "/absent/x.png"], 1, "/absent/x.png cannot be written"),
     (["--repeatability", "2", "--json", "x.json"], 2, "--repeatability measures no times: leave --json out"),
