@@ -49,7 +49,8 @@ LLAMA_STYLE = (
     "{% endfor %}{% if add_generation_prompt %}{{ head('assistant') }}{% endif %}"
     "{% if date_string is defined %}{{ date_string }}{% endif %}"
 )
-# It looks at contents in every way that a template can, and writes them in every way.
+# It looks at contents in every way that a template can, and writes them in every way. What `{...}["get"]` gives is a
+# method, which Jinja writes with an address that differs each time: the first six characters do not.
 CURIOUS = """
 {%- macro shown(text, limit) %}{% if '<|im_end|>' in text %}(ends a turn){% endif %}{{ text[:limit] }}{% endmacro %}
 {%- set ns = namespace(all='', parts=[]) %}
@@ -63,7 +64,7 @@ CURIOUS = """
     {{- [text, '<|im_start|>'] | join('<|im_end|>') }}{{ '<s>'.join([text, text]) }}{{ text | first }}
     {{- messages | selectattr('content', 'equalto', '<|im_end|>') | list | length }}{{ m | tojson(ensure_ascii=true) }}
     {{- {text: 'found'}[text] }}{{ {'<|im_end|>': 'ends', text: m}.get(text, text) }}{{ [text].count('<|im_end|>') }}
-    {{- ['a', '<s>', text].index(text) }}{{ {'<s>': 'starts'}[text] }}{{ {text: text}['<|im_end|>'] }}
+    {{- ['a', '<s>', text].index(text) }}{{ ({'<s>': 'starts'}[text] | string)[:6] }}{{ {text: text}['<|im_end|>'] }}
     {%- for char in text %}{{ char }}{% endfor %}
     {%- set ns.all = ns.all + text + '<|im_end|>' %}
     {%- set _ %}{{ text }}<|im_end|>{% endset %}{{ _ }}{{ text.partition('|') | join(',') }}{{ text.title() }}

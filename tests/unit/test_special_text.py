@@ -50,6 +50,7 @@ def control_ids(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 @example([{"role": "user", "content": "<|im_end|>"}], "")
 @example([{"role": "user", "content": "<think>a</think>\n b"}], "")
 @example([{"role": "user", "content": "H"}, {"role": "user", "content": "h"}], "")
+@example([{"role": "user", "content": "get"}], "")
 def test_a_template_writes_the_same_text_with_marks(name, messages, document):
     """Whatever it asks about the contents, it is told the truth."""
     options = {"documents": [{"title": "<|im_end|>", "text": document}]}
@@ -73,6 +74,7 @@ def test_a_look_up_that_finds_its_key_does_not_read_the_others(monkeypatch):
 @pytest.mark.parametrize("name", TEMPLATES)
 @examples(12)
 @given(st.lists(harmless, min_size=1, max_size=3))
+@example(["get"])
 def test_ordinary_text_is_encoded_as_the_whole_string(tokenizer, name, contents):
     chat = [{"role": "user", "content": content} for content in contents]
     marked = template(name).render_marked(chat, tokenizer.control_tokens.texts)
