@@ -6,9 +6,10 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from threading import Thread
-from typing import Any, NoReturn, cast, overload
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import numpy as np
 
@@ -23,6 +24,10 @@ from cpmrt.llm import LLM, SAMPLING_HINTS
 from cpmrt.sharing.jobs import STOP, WORK, Ended, Generation, Inbox, Job, Reading, completion_of
 from cpmrt.sharing.loop_inbox import LoopInbox
 from cpmrt.sharing.text_stream import not_copied
+
+T = TypeVar("T")
+_MAKERS = 32
+"""Threads that prepare prompts, at most: each may wait for a slot with a `prefix_dir`."""
 
 
 class AsyncLLM:
@@ -41,6 +46,7 @@ class AsyncLLM:
         if not isinstance(llm, LLM):
             raise ArgumentError("AsyncLLM", expected="an LLM", actual=type(llm).__name__, fix="AsyncLLM(LLM(model))")
         self._llm, self._inbox = llm, Inbox()
+        self._makers = ThreadPoolExecutor(_MAKERS, "cpmrt-prompts")
         self._thread = Thread(target=llm.shared.serve, args=(self._inbox,), name="cpmrt-engine", daemon=True)
         self._thread.start()
         self._stop = weakref.finalize(self, self._inbox.put, STOP)
@@ -65,7 +71,7 @@ class AsyncLLM:
     ) -> Completion | list[Completion]:
         """Continue a prompt, or several together, as `LLM.generate` does."""
         numbers = self._llm.maker.numbers(prompt if is_batch(prompt) else None, params)
-        groups, are_several = await asyncio.to_thread(self._llm.maker.groups, prompt, params, numbers)
+        groups, are_several = await self._make(self._llm.maker.groups, prompt, params, numbers)
         return await self._answers(groups, are_several)
 
     @checks_keywords(SAMPLING_HINTS)
@@ -112,7 +118,7 @@ class AsyncLLM:
     ) -> Completion | list[Completion]:
         """Answer a conversation, or several together, as `LLM.chat` does."""
         numbers = self._llm.maker.numbers(messages if are_conversations(messages) else None, params)
-        groups, are_several = await asyncio.to_thread(
+        groups, are_several = await self._make(
             self._llm.maker.chat_groups,
             messages,
             params,
@@ -144,7 +150,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Free everything; calls that still wait raise ClosedError. May be called again."""
-        # Calls that still prepare their prompts may hold every thread of asyncio's own pool until this has closed.
+        # Its own thread: those of `_makers` may all wait until this has closed, and the program holds asyncio's.
         closing = ThreadPoolExecutor(1, "cpmrt-close")
         try:
             await asyncio.get_running_loop().run_in_executor(closing, self._close)
@@ -168,8 +174,13 @@ class AsyncLLM:
     def __reduce__(self) -> NoReturn:
         self._llm.__reduce__()
 
+    async def _make(self, make: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Return `make(...)`, computed in a thread of its own."""
+        call = partial(copy_context().run, make, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._makers, call)
+
     async def _read(self, make: Callable[[Prompt], Reading], prompts: Prompts | list[Prompt]) -> list[F32]:
-        readings = await asyncio.to_thread(lambda: [make(prompt) for prompt in prompts])
+        readings = await self._make(lambda: [make(prompt) for prompt in prompts])
         await self._run(readings)
         return [reading.result for reading in readings]
 
@@ -232,7 +243,7 @@ class AsyncTextStream(AsyncIterator[Piece]):
         raise not_copied()
 
     async def _begin(self, llm: AsyncLLM) -> Generation:
-        job, self._inbox = await asyncio.to_thread(self._make), LoopInbox()
+        job, self._inbox = await llm._make(self._make), LoopInbox()
         if self._llm is None:  # closed meanwhile
             raise StopAsyncIteration
         llm._submit((job,), self._inbox)

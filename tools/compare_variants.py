@@ -5,8 +5,9 @@
 
 A variant is LABEL=FOLDER, then ,MODULE:NAME=VALUE for each constant that it has otherwise: a Python literal, which is
 set before anything runs. A module that took the constant's value when it was imported keeps the old one. Each run is a
-process of its own. All variants run once for nothing, so that their kernels are compiled, and then in turn: machines
-and hours differ by more than many changes do.
+process of its own, in the variant's folder: relative paths among the options of `bench` count from there. All
+variants run once for nothing, so that their kernels are compiled, and then in turn: machines and hours differ by more
+than many changes do.
 """
 
 from __future__ import annotations

@@ -33,6 +33,14 @@ from cpmrt.quantization.ternary import GROUP_SIZES, write_ternary
 from cpmrt.text import Tokenizer
 from cpmrt.weights.model_folder import ModelFolder
 
+_CALIBRATED = ("gptq", "awq")
+METHODS_OF = {
+    "format": METHODS, "asymmetric": METHODS, "search": METHODS, "lm_head": METHODS, "device": METHODS,
+    "calibration": _CALIBRATED, "windows": _CALIBRATED, "window": _CALIBRATED, "skip_positions": _CALIBRATED,
+    "damping": ("gptq",), "act_order": ("gptq",), "static_groups": ("gptq",),
+}  # fmt: skip
+"""The methods that look at an option; all look at the others."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -74,38 +82,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_ternary(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that say how codes are made and stored: ternary files have 16-bit tensors."""
-    of_codes = ("asymmetric", "search", "act_order", "static_groups", "skip_positions", "lm_head")
-    named = [name for name in of_codes if getattr(options, name)]
-    named += ["format"] * (options.format != FORMATS[0])
-    if named:
-        option = f"--{named[0].replace('_', '-')}"
-        raise ConfigError(
-            f"{option} is of methods that make codes", actual="--method ternary",
-            fix="leave it out, or choose another method",
-        )  # fmt: skip
-
-
-def check_no_calibration(options: argparse.Namespace) -> None:
-    """Raise ConfigError for calibration text, which the method would not look at."""
-    if options.calibration is not None:
-        raise ConfigError(
-            "--calibration is of methods gptq and awq", actual=f"--method {options.method}",
-            fix="leave it out, or choose one of these",
-        )  # fmt: skip
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError for an option that the method would not look at: each is in `METHODS_OF`."""
+    parser = argparse.ArgumentParser(add_help=False)
+    configure(parser)
+    for name, methods in METHODS_OF.items():
+        if options.method not in methods and getattr(options, name) != parser.get_default(name):
+            of = "method" if len(methods) == 1 else "methods"
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is of {of} {' and '.join(methods)}", actual=f"--method {options.method}",
+                fix="leave it out, or choose another method",
+            )  # fmt: skip
+    if options.group_size == 256 and options.method != TERNARY:
+        raise ConfigError("--group-size 256 is of method ternary", actual=f"--method {options.method}")
 
 
 def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
     """Make the recipe that was asked for. Raises ConfigError for options that contradict each other."""
-    if options.group_size == 256:
-        raise ConfigError("--group-size 256 is of method ternary", actual=f"--method {options.method}")
     if options.method != "rtn" and options.calibration is None:
         raise ConfigError(f"method {options.method} looks at activations", fix="give it text: --calibration FILE")
-    if options.method == "rtn":
-        check_no_calibration(options)
-    if options.method != "gptq" and (options.act_order or options.static_groups):
-        raise ConfigError("--act-order and --static-groups are of method gptq", actual=f"--method {options.method}")
     if not 0 < options.damping < 1:
         raise ConfigError("--damping", expected="a number between 0 and 1", actual=options.damping)
     for name in ("windows", "window"):
@@ -134,11 +129,10 @@ def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> lis
 
 def run(options: argparse.Namespace) -> int:
     """Quantise. Raises CpmrtError, and nothing is left of the new folder then."""
+    check_options(options)
     check_new(options.out, "folder")
     folder = ModelFolder.open(options.model, weights=False)
     if options.method == TERNARY:
-        check_ternary(options)
-        check_no_calibration(options)
         folder.fetch_weights()
         write_ternary(folder, options.out, options.group_size)
         note(f"{options.out}: {format_bytes(_size(options.out))}")

@@ -75,8 +75,7 @@ def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
     if not os.path.exists(os.path.expanduser(draft)):
         if draft and within.is_dir():
             return within
-        is_path = os.path.isabs(os.path.expanduser(draft)) or draft.startswith(".")
-        if is_path or ("/" not in draft and ":" not in draft):
+        if hub.looks_like_path(draft) or ("/" not in draft and ":" not in draft):
             raise CheckpointError(
                 f"draft {quoted(draft)}",
                 expected="an existing folder or a hub id" + _inner_drafts(target),

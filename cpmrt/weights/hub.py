@@ -41,7 +41,7 @@ def find(model: str | Path | None, *, revision: str | None = None) -> Path | Rep
         if revision is not None:
             raise ConfigError(f"{path} is a local file, which has no revision", fix="leave revision out")
         return Path(path)
-    if isinstance(model, Path) or _looks_like_path(model):
+    if isinstance(model, Path) or looks_like_path(model):
         found = "a file" if os.path.isfile(path) else "nothing there"
         raise CheckpointError(
             f"model {quoted(str(model))}",
@@ -67,6 +67,12 @@ def repository(name: str, revision: str | None = None) -> Repository:
     return Repository(hub, inner, revision, gguf or None)
 
 
+def looks_like_path(model: str) -> bool:
+    """Return whether a name that is no folder can only be meant as a path, and as no repository's."""
+    is_file_name = model.endswith(GGUF_SUFFIX) and "/" not in model
+    return is_file_name or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or os.path.isfile(model)
+
+
 def resolve(model: str | Path | None, *, revision: str | None = None, weights: bool = True) -> Path:
     """Return the folder with the files of `model` (`find`), fetched if they are not here; without `weights` config
     and tokenizer only. Raises CheckpointError, ConfigError.
@@ -78,8 +84,3 @@ def resolve(model: str | Path | None, *, revision: str | None = None, weights: b
     if weights and not has_weights(folder):
         found.fetch_weights(folder)
     return folder
-
-
-def _looks_like_path(model: str) -> bool:
-    is_file_name = model.endswith(GGUF_SUFFIX) and "/" not in model
-    return is_file_name or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or os.path.isfile(model)

@@ -179,7 +179,7 @@ def test_closing_ends_what_waits(checkpoint):
     asyncio.run(run())
 
 
-def test_closing_does_not_wait_for_a_free_thread_of_the_loop(checkpoint):
+def test_nothing_waits_for_a_free_thread_of_the_loop(checkpoint):
     async def run():
         held = threading.Event()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -187,6 +187,7 @@ def test_closing_does_not_wait_for_a_free_thread_of_the_loop(checkpoint):
         preparing = asyncio.create_task(asyncio.to_thread(held.wait, 20))
         await asyncio.sleep(0)
         try:
+            await asyncio.wait_for(fast.generate("abc", SAMPLED), 10)
             await asyncio.wait_for(fast.close(), 10)
         finally:
             held.set()

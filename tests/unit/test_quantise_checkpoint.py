@@ -262,6 +262,7 @@ def test_a_failed_run_leaves_nothing(model, text, tmp_path, capsys):
     (("--method", "ternary", "--calibration", "TEXT"), "--calibration"),
     (("--method", "ternary", "--lm-head", "8"), "--lm-head"), (("--method", "ternary", "--format", "awq"), "--format"),
     (("--method", "ternary", "--act-order"), "--act-order"), (("--method", "ternary", "--asymmetric"), "--asymmetric"),
+    (("--method", "ternary", "--no-search"), "--search"), (("--method", "ternary", "--device", "cuda"), "--device"),
     (("--method", "ternary", "--search"), "--search"), (("--method", "ternary", "--skip-positions", "3"), "--skip-pos"),
     (("--act-order", "--format", "awq", "--calibration", "TEXT"), "--static-groups"),
     (("--damping", "0", "--calibration", "TEXT"), "--damping"),

@@ -89,7 +89,7 @@ class PackedPlan:
     def prepared_bytes(self) -> int:
         own = self.constants
         sums = 4 * own.rows if own.norm else 0
-        return self.layout.num_slices * _x_slice(self.layout, own.rows) + sums if own.prepared else 0
+        return _x_bytes(self.layout, own.rows) + sums if own.prepared else 0
 
     @property
     def fed(self) -> PrepareConstants | None:
@@ -148,7 +148,7 @@ def plan_packed(
     work = _Work.of(layout, rows, device)
     memory = _Memory.of(layout, rows, device, work, is_fed=is_fed)
     normalises = has_norm and layout.product != "residual"
-    are_large = rows >= _PREPARED_ROWS or layout.num_slices * _x_slice(layout, rows) > _LARGEST_NORMALISED_X
+    are_large = rows >= _PREPARED_ROWS or _x_bytes(layout, rows) > _LARGEST_NORMALISED_X
     from_memory = normalises and not work.in_clusters and (are_large or work.exchanges)
     constants = _constants(
         layout, rows, device, work, memory,
@@ -263,7 +263,7 @@ class _Work:
 
     @classmethod
     def of(cls, layout: PackedLayout, rows: int, device: Device) -> _Work:
-        whole_x, can_cluster = layout.num_slices * _x_slice(layout, rows), device.whole_clusters > 0
+        whole_x, can_cluster = _x_bytes(layout, rows), device.whole_clusters > 0
         can_cluster = can_cluster and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
         find_room = can_cluster and layout.num_tiles <= device.whole_clusters * _MOST_RUN_WARPS
         largest = _LARGEST_NORMALISED_X if find_room and rows <= _SHARED_ROWS else _LARGEST_WHOLE_X
@@ -349,6 +349,10 @@ def _x_slice(layout: PackedLayout, rows: int) -> int:
     """Bytes of a slice of x, with its quanta, and its sums beside weights whose codes have zero points or minimums."""
     groups = SLICE_COLUMNS // layout.scale_group if layout.zeros else 0
     return SLICE_COLUMNS * 2 * rows + (SINGLE_ROW_SUMS if rows == 1 else (groups + 1) * rows * 4)
+
+
+def _x_bytes(layout: PackedLayout, rows: int) -> int:
+    return layout.num_slices * _x_slice(layout, rows)
 
 
 def _stages(device: Device) -> int:
