@@ -169,13 +169,18 @@ def test_every_test_without_a_gpu_is_in_one_tier_and_only_drawn_examples_are_in_
         assert sum(taken.values()) == (0 if values["_gpu"] else 1 + drawn_again), values
 
 
-def test_new_examples_are_drawn_with_a_seed_that_is_said(dev: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_ci", [False, True])
+def test_examples_are_drawn_with_a_seed_that_is_said(
+    dev: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_ci: bool
+) -> None:
+    monkeypatch.setenv("CI", "true") if is_ci else monkeypatch.delenv("CI", raising=False)
     seeds = set()
     for _ in range(2):
         (option,) = [part for part in dev.pytest_stages("all")[0].arguments if "--hypothesis-seed=" in part]
         assert option in capsys.readouterr().out
         seeds.add(option)
-    assert len(seeds) == 2 and not any("seed" in part for part in dev.pytest_stages("first")[0].arguments)
+    assert len(seeds) == (1 if is_ci else 2)
+    assert not any("seed" in part for part in dev.pytest_stages("first")[0].arguments)
 
 
 def test_one_failure_fails_the_check_and_every_stage_has_its_line(
