@@ -60,7 +60,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "with --weight-bits 2 or 4: 32, 64, 128 or -1, a whole row (default: %(default)s)",
     },
     "--block-type": {
-        "metavar": "TYPE", "help": "as if they were blocks of this type of GGUF files, such as Q8_0 or Q4_K_M",
+        "type": str.upper, "metavar": "TYPE",
+        "help": "as if they were blocks of this type of GGUF files, such as Q8_0 or Q4_K_M",
     },
     "--draft-weight-bits": {
         "type": int, "choices": (4, 16), "default": 16, "metavar": "BITS",

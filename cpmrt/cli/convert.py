@@ -34,8 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="the format to write (default: gguf where TARGET ends with .gguf, otherwise marlin)",
     )  # fmt: skip
     parser.add_argument(
-        "--type", choices=FILE_TYPES, help="with --to gguf: what its matrices are stored as (default: bf16)"
-    )
+        "--type", type=str.lower, choices=FILE_TYPES,
+        help="with --to gguf: what its matrices are stored as (default: bf16)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from cpmrt.config.integers import integer
 from cpmrt.config.speculation import SpeculationConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, quoted
@@ -96,8 +97,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name in ("max_context", "memory_budget"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            number = integer(value, low, high)
+            if number is None:
                 raise ConfigError(name, expected=f"an integer in [{low}, {high}]", actual=quoted(value))
+            object.__setattr__(self, name, number)
         if self.steps_per_launch > 1 and not self.cuda_graphs:
             raise ConfigError(
                 "steps_per_launch", expected="1 without CUDA graphs", actual=self.steps_per_launch,

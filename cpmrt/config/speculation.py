@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cpmrt.config.integers import integer
 from cpmrt.errors import ConfigError, quoted
 
 DRAFT_METHODS = ("eagle2", "eagle3", "dspark", "model", "lookup")
@@ -34,8 +35,10 @@ class TreeShape:
         limits = (("num_passes", 1, 32), ("top_k", 1, 32), ("tree_size", 2, MAX_NODES))
         for name, low, high in (*limits, ("lookup_length", 0, MAX_NODES - 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            number = integer(value, low, high)
+            if number is None:
                 raise ConfigError(f"speculate: {name}", expected=f"an integer in [{low}, {high}]", actual=quoted(value))
+            object.__setattr__(self, name, number)
         if self.num_candidates > MAX_CANDIDATES:
             raise ConfigError(
                 "speculate: too many candidates",
@@ -176,8 +179,10 @@ class SpeculationConfig:
             raise ConfigError("speculate: lookup means nothing to method lookup", fix="name a model's draft beside it")
         is_path = isinstance(self.draft_vocab, str) and bool(self.draft_vocab)
         for name, value in (("draft_vocab", None if is_path else self.draft_vocab), ("window", self.window)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and (number := integer(value, 1, 2**31 - 1)) is None:
                 raise ConfigError(f"speculate: {name}", expected="a positive integer", actual=quoted(value))
+            if value is not None:
+                object.__setattr__(self, name, number)
         if self.residual_scale not in ("draft", "cpmcu"):
             raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=quoted(self.residual_scale))
         self._check_draft()

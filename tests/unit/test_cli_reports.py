@@ -90,7 +90,7 @@ def test_plan_that_does_not_fit_is_shown_and_refused(checkpoint, capsys):
 
 
 @pytest.mark.parametrize(
-    "wish", [[], ["--context", "128K"], ["--max-context", "131072"], ["--block-type", "Q8_0", "--context", "128K"]]
+    "wish", [[], ["--context", "128K"], ["--max-context", "131072"], ["--block-type", "q8_0", "--context", "128K"]]
 )
 def test_what_a_plan_advises_is_an_option_it_has_and_fits(capsys, wish):
     plan = ["plan", "--shape", "minicpm4-8b", "--gpu-memory", "8GiB"]

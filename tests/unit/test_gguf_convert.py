@@ -182,7 +182,7 @@ def test_a_gptq_checkpoint_becomes_a_file_and_a_plain_folder(tmp_path):
 
 
 def test_the_name_of_the_file_says_the_format(tmp_path):
-    assert main(["convert", "demo", str(tmp_path / "a.gguf"), "--type", "q8_0"]) == 0
+    assert main(["convert", "demo", str(tmp_path / "a.gguf"), "--type", "Q8_0"]) == 0
     assert ModelFolder.open(tmp_path / "a.gguf").config.attention == ModelFolder.open(BUNDLED).config.attention
 
 
