@@ -19,14 +19,13 @@ from cpmrt.models.layers import Names
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.check import DRAFT_LEFTOVERS, LEFTOVERS, check
 from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.copies import EMBEDDING, HEAD, is_copy
 from cpmrt.weights.draft_folder import DraftFolder
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs, round_layers
 from cpmrt.weights.token_index import checked_token_ids, find_token_index, read_token_index
 
 _REMAP, _OFFSETS = "token_id_remap", "d2t"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COMPARED_ROWS = 64
 
 
 @contextmanager
@@ -165,29 +164,17 @@ def _own_head(config: DraftConfig, checkpoint: Checkpoint | None, target: ModelF
     """
     if checkpoint is None or not config.has_head:
         return None
-    embedding = _EMBEDDING if config.block is None else _EMBEDDING.removeprefix("model.")
+    embedding = EMBEDDING if config.block is None else EMBEDDING.removeprefix("model.")
     with Checkpoint.open(target.path) as theirs:
-        if not _is_copy(checkpoint, theirs, embedding, _EMBEDDING):
+        if not is_copy(checkpoint, theirs, embedding, EMBEDDING):
             raise UnsupportedModelError(
                 f"{checkpoint.folder}: the draft has an embedding of its own", expected="that of its target",
                 fix="use a draft that was made for this model",
             )  # fmt: skip
-        if _is_copy(checkpoint, theirs, _HEAD, _HEAD if _HEAD in theirs.entries else _EMBEDDING):
+        if is_copy(checkpoint, theirs, HEAD, HEAD if HEAD in theirs.entries else EMBEDDING):
             return None
     decoder = config.layers_config
-    return Names("", "").weight("lm_head", _HEAD, decoder.vocab_size, decoder.hidden_size, product="head")
-
-
-def _is_copy(ours: Checkpoint, theirs: Checkpoint, name: str, their_name: str) -> bool:
-    """Tell whether two checkpoints hold the same matrix, as far as rows spread over it tell.
-
-    A matrix that one of them lacks, or holds as another type, counts as a copy: that is what drafts are made with.
-    """
-    entries = ours.entries.get(name), theirs.entries.get(their_name)
-    if entries[0] is None or entries[1] is None or entries[0].dtype != entries[1].dtype:
-        return True
-    rows = np.unique(np.linspace(0, entries[0].shape[0] - 1, _COMPARED_ROWS).astype(int))
-    return np.array_equal(ours.view(name)[rows], theirs.view(their_name)[rows])
+    return Names("", "").weight("lm_head", HEAD, decoder.vocab_size, decoder.hidden_size, product="head")
 
 
 def _copied_head(specs: Sequence[TensorSpec], bits: int | None, token_map: tuple[int, ...] | None) -> TensorSpec | None:

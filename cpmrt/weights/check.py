@@ -8,16 +8,18 @@ from fnmatch import fnmatchcase
 from cpmrt.errors import CheckpointError, UnsupportedModelError, listed, quoted
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.copies import EMBEDDING, HEAD, is_copy
 from cpmrt.weights.formats import stored_tensors
 from cpmrt.weights.mapped_file import TensorEntry
 from cpmrt.weights.quantised import check_shape_tensor
 from cpmrt.weights.safetensors import FLOATS
 
-LEFTOVERS = ("*.rotary_emb.*", "lm_head.weight")
+LEFTOVERS = ("*.rotary_emb.*", HEAD)
 """Patterns of tensors that may be present and unused.
 
 RoPE tables (`model.layers.0.self_attn.rotary_emb.inv_freq`) were saved by old transformers; here they are
-computed. `lm_head.weight` is a leftover only where no spec asks for it: the head is tied to the embedding.
+computed. `lm_head.weight` is a leftover only where no spec asks for it: the head is tied to the embedding, of which
+it is a copy then.
 """
 
 DRAFT_LEFTOVERS = (
@@ -46,7 +48,7 @@ def check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, *, ignore: Sequen
 
     Missing and unexpected tensors, wrong shapes and wrong types are listed together in one CheckpointError.
     A tensor that fits a pattern of `ignore` may be there unused. Raises UnsupportedModelError where the
-    unexpected tensors are those of a quantised format.
+    unexpected tensors are those of a quantised format. A head that is not used must be a copy of the embedding.
     """
     sources = {source.name: source for spec in specs for source in spec.sources}
     wanted = {tensor.name: tensor for source in sources.values() for tensor in stored_tensors(source)}
@@ -74,6 +76,8 @@ def check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, *, ignore: Sequen
             actual="; ".join(f"{len(some)} {kind}: {listed(some)}" for kind, some in faults if some),
             fix="check that config.json belongs to these weights",
         )
+    if HEAD not in wanted and EMBEDDING in wanted:
+        _refuse_own_head(checkpoint)
     for source in sources.values():
         if source.packing is not None and not source.packing.row_bytes:
             check_shape_tensor(source, checkpoint)
@@ -108,6 +112,16 @@ def _refuse_quantised(names: Sequence[str], checkpoint: Checkpoint) -> None:
             actual=listed([quoted(name) for name in names], limit=3),
             fix="download config.json again, or use the unquantised checkpoint of this model",
         )
+
+
+def _refuse_own_head(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for a head of its own that config.json says nothing of."""
+    if not is_copy(checkpoint, checkpoint, HEAD, EMBEDDING):
+        raise CheckpointError(
+            f"{checkpoint.folder}: config.json ties the output head to the embedding",
+            actual=f"another matrix as {quoted(HEAD)}",
+            fix='set "tie_word_embeddings": false in config.json (or in hf_overrides), or remove that tensor',
+        )  # fmt: skip
 
 
 def _is_empty_bias(name: str, checkpoint: Checkpoint) -> bool:

@@ -80,6 +80,23 @@ def test_leftovers_are_ignored(tmp_path: Path) -> None:
     assert "1 unexpected: 'lm_head.weight'" in refusal(tmp_path, float_tensors() | leftovers, ignore=("*.inv_freq",))
 
 
+@pytest.mark.parametrize("rows", [3, 5])
+def test_a_head_that_the_config_ties_is_a_copy_of_the_embedding(tmp_path: Path, rows: int) -> None:
+    spec = TensorSpec("embed_tokens", (4, 3), (Source("model.embed_tokens.weight", (4, 3)),))
+    embedding = np.arange(12, dtype=np.float32).reshape(4, 3)
+    embedding[0, 0] = np.nan  # whatever it holds, the same bits are a copy
+    others = {"another": -embedding, "another_shape": np.resize(embedding, (rows, 3))}
+    for label, head in {"copy": embedding, "another_type": -embedding.astype(np.float16), **others}.items():
+        (tmp_path / label).mkdir()
+        tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+        with checkpoint_of(tmp_path / label, tensors) as checkpoint:
+            if label not in others:
+                check([spec], checkpoint)
+                continue
+            with pytest.raises(CheckpointError, match="ties the output head.*another matrix.*tie_word_embeddings"):
+                check([spec], checkpoint)
+
+
 def test_an_untied_head_must_be_there(tmp_path: Path) -> None:
     head = TensorSpec("lm_head", (4, 3), (Source("lm_head.weight", (4, 3)),))
     missing = pytest.raises(CheckpointError, match=r"1 missing: 'lm_head\.weight'")
