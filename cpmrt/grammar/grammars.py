@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cpmrt.config.form import JSON_STYLE, Form, as_terminal
 from cpmrt.errors import RequestError, quoted
 from cpmrt.grammar.compiled_form import CompiledForm
+from cpmrt.grammar.gbnf import in_lark
 from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
 from cpmrt.grammar.matcher import NO_THOUGHT, AnswerMatcher, Thought, Vocabulary
 from cpmrt.grammar.trigger import GrammarTrigger, matcher_behind
@@ -200,39 +200,10 @@ def _grammar(form: Form) -> str:
     if form.kind == "regex":
         return str(matchers.grammar_from_regex(form.text))
     if form.kind == "grammar":
-        return str(matchers.grammar_from_lark(_in_lark(form.text)))
+        return str(matchers.grammar_from_lark(in_lark(form.text)))
     # One terminal, which is one automaton however many choices there are.
     choices = " | ".join(map(as_terminal, json.loads(form.text)))
     return str(matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
-
-
-_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\[\]])|.)", re.DOTALL)
-"""Any escape sequence, with the digits of a character's number, or the bracket that it stands for."""
-
-
-def _in_lark(text: str) -> str:
-    """Return a grammar in the syntax of Lark, also of one in that of llama.cpp (GBNF). Raises ValueError."""
-    if not _GBNF_RULE.search(text):
-        return text
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return str(gbnf_to_lark(_GBNF_ESCAPE.sub(_plain_escape, text)))
-    except Exception as error:  # of any type: it only reads the text
-        raise ValueError(f"{error}, where it was read as GBNF") from None
-
-
-def _plain_escape(escape: re.Match[str]) -> str:
-    """Write an escape sequence of GBNF so that llguidance keeps its meaning, in a text and in a class.
-
-    It drops zeros at the beginning of a number, and takes brackets in classes only.
-    """
-    digits, bracket = escape[1] or escape[2], escape[3]
-    if not (digits or bracket):
-        return escape[0]
-    code = int(digits, 16) if digits else ord(bracket)
-    return f"\\x{code:02x}" if code < 0x100 else chr(code)
 
 
 _EXPECTED = {

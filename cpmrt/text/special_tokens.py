@@ -28,14 +28,14 @@ def read_optional(path: Path) -> dict[str, object]:
 def read_special_tokens(folder: Path) -> dict[str, str | list[str]]:
     """Return the special tokens by name, those of NAMES as strings and `additional_special_tokens` as a list.
 
-    tokenizer_config.json wins over special_tokens_map.json; a token that is null in both is left out.
+    tokenizer_config.json wins over special_tokens_map.json; a token that is null or "" in both is left out.
     Raises CheckpointError on malformed files.
     """
     found: dict[str, str | list[str]] = {}
     for file in (CONFIG_FILE, "special_tokens_map.json"):
         values = read_optional(folder / file)
         for name in NAMES:
-            if name not in found and values.get(name) is not None:
+            if name not in found and values.get(name) not in (None, ""):
                 found[name] = token_text(values[name], folder / file, name)
         name = "additional_special_tokens"
         listed = values.get(name)

@@ -133,6 +133,17 @@ def test_escape_sequences_of_gbnf_stand_for_their_characters(llm, grammar, text)
     assert re.fullmatch(text, answer.text) and answer.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(("grammar", "text"), [
+    ('root ::= start "x" start\nstart ::= "ab"', "abxab"),
+    ('root ::= "\\"start " [start]  # start\nstart ::= "x"', r'"start [start]'),
+    ('start ::= "a" start0\nstart0 ::= "b"\nroot ::= start | "start0"', "ab|start0"),
+    ('root ::= start-up\nstart-up ::= "a"', "a"),
+])  # fmt: skip
+def test_a_rule_of_gbnf_may_be_named_start(llm, grammar, text):
+    answer = llm.generate(PROMPT, SamplingParams(grammar=grammar))
+    assert re.fullmatch(text, answer.text) and answer.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     "grammar", ['?start: a\na: "x"', '!start: "x"', "start[max_tokens=1]: /x/", 'start: "x" // y ::= z']
 )

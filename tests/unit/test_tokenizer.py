@@ -99,9 +99,12 @@ def test_tokens_named_by_the_config(tmp_path):
     assert (tokenizer.token_id("▁a"), tokenizer.token_id("absent")) == (6, None)
 
 
-def test_special_tokens_map_fills_what_the_config_leaves_open(tmp_path):
-    folder = write(tmp_path, tokenizer_config={"bos_token": None, "eos_token": "</s>"}, special_tokens_map=BOS)
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_special_tokens_map_fills_what_the_config_leaves_open(tmp_path, nothing):
+    folder = write(tmp_path, tokenizer_config={"bos_token": nothing, "eos_token": "</s>"}, special_tokens_map=BOS)
     assert Tokenizer.open(folder).bos_token_id == 1
+    (folder / "special_tokens_map.json").unlink()
+    assert Tokenizer.open(folder).bos_token_id is None
 
 
 def test_special_tokens_in_text_are_special_and_skipped_when_decoding(tmp_path):
