@@ -40,7 +40,8 @@ def _prepared(service: Service, fields: Fields) -> Prepared:
     max_tokens = fields.integer("max_tokens")
     # llama.cpp's clients ask for no token to warm the cache up, and for -1 to mean "as many as there is room for".
     is_unlimited = max_tokens is not None and max_tokens < 0
-    wanted = read_wanted(fields, None if is_unlimited else max(1, max_tokens or _DEFAULT_TOKENS), None)
+    limit = _DEFAULT_TOKENS if max_tokens is None else max(1, max_tokens)
+    wanted = read_wanted(fields, None if is_unlimited else limit, None)
     if wanted.num_choices != 1:
         raise invalid("n", "only one choice here")
     llm = service.engine.llm

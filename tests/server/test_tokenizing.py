@@ -158,7 +158,7 @@ def test_infill_as_the_plug_ins_of_llama_cpp_ask_for_it(fills):
 
 def test_infill_for_no_token_warms_the_cache_only(fills):
     answer = fills.client.post("/infill", json={"input_prefix": "a", "input_suffix": "b", "n_predict": 0}).json()
-    assert answer["content"] == "" and answer["stop"] is True
+    assert answer["content"] == "" and answer["stop"] is True and answer["tokens_predicted"] == 1
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [
