@@ -20,6 +20,8 @@ _GUIDED = {
     "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choices", "guided_grammar": "grammar",
     "json_schema": "json_schema", "regex": "regex", "grammar": "grammar", "ebnf": "grammar",
 }  # fmt: skip
+FORM_FIELDS = (*_GUIDED, "structured_outputs")
+"""The fields that give a form, but for `response_format`."""
 _OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 
 

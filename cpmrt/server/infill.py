@@ -14,7 +14,7 @@ from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.json_body import Fields
 from cpmrt.server.schema import read_wanted
 from cpmrt.server.service import Prepared, Service, choices_of
-from cpmrt.server.unused_fields import REFUSED, check_unused
+from cpmrt.server.unused_fields import REFUSED_IN_INFILL, check_unused
 from cpmrt.sharing.jobs import Ended
 
 _DEFAULT_TOKENS = 128
@@ -35,7 +35,7 @@ def prepare_infill(service: Service, body: dict[str, Any]) -> Prepared:
 
 
 def _prepared(service: Service, fields: Fields) -> Prepared:
-    check_unused(fields, REFUSED)
+    check_unused(fields, REFUSED_IN_INFILL)
     prefix, suffix = fields.string("input_prefix") or "", fields.string("input_suffix") or ""
     max_tokens = fields.integer("max_tokens")
     # llama.cpp's clients ask for no token to warm the cache up, and for -1 to mean "as many as there is room for".

@@ -12,7 +12,7 @@ from typing import Any
 from cpmrt.server.errors import ApiError, invalid, unsupported
 from cpmrt.server.json_body import Fields, shown
 from cpmrt.server.schema import Wanted, check_model, read_wanted
-from cpmrt.server.unused_fields import REFUSED, check_unused
+from cpmrt.server.unused_fields import REFUSED_IN_MESSAGES, check_unused
 
 _UNSUPPORTED = ("output_format", "mcp_servers", "container", "context_management")
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
@@ -71,7 +71,7 @@ def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversati
 def read_settings(body: dict[str, Any]) -> Wanted:
     """Read sampling, length and stream."""
     fields = Fields(body)
-    check_unused(fields, REFUSED)
+    check_unused(fields, REFUSED_IN_MESSAGES)
     max_tokens = fields.integer("max_tokens")
     if max_tokens is None:
         raise invalid("max_tokens", "expected a number of tokens")

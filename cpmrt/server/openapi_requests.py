@@ -220,9 +220,8 @@ def _responses_fields() -> Schema:
         object_of({"type": {"enum": ["text", "json_object"]}}),
         object_of({"type": {"const": "json_schema"}, "schema": {"type": "object"}}),
     ]
-    names = ("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "max_thinking_tokens")
     return {
-        **{name: _SHARED[name] for name in names},
+        **{name: rule for name, rule in _SHARED.items() if name not in ("response_format", "n", "stream_options")},
         "instructions": optional("string", description="The system message"),
         "max_output_tokens": _MAX_TOKENS,
         "tools": optional("array", items=function, maxItems=MAX_TOOLS),

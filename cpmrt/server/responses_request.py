@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from cpmrt.server.answer_form import FORM_FIELDS
 from cpmrt.server.errors import invalid, unsupported
 from cpmrt.server.json_body import Fields, shown
 from cpmrt.server.schema import check_role
-from cpmrt.server.unused_fields import REFUSED, check_unused
+from cpmrt.server.unused_fields import REFUSED_IN_RESPONSES, check_unused
 
 _SAME = (
-    "model", "temperature", "top_p", "stream", "parallel_tool_calls", "metadata", "store", "user", "service_tier",
-    "safety_identifier", "prompt_cache_key", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "chat_template_kwargs", "max_thinking_tokens", "loop_repeats", "loop_penalty",
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "loop_repeats", "loop_penalty",
+    "max_thinking_tokens", "parallel_tool_calls", "chat_template_kwargs", "allow_special_tokens", *FORM_FIELDS,
 )  # fmt: skip
 """Fields that chats have under the same names."""
 _USE_CHATS = "use /v1/chat/completions"
@@ -23,7 +24,6 @@ _UNSUPPORTED = {
     "max_tool_calls": "use parallel_tool_calls",
     "top_logprobs": _USE_CHATS,
 }
-_REFUSED = {**REFUSED, "truncation": (("disabled",), "shorten the input")}
 CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -38,7 +38,7 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the chat that a request asks for. Raises ApiError 400."""
     fields = Fields(body)
-    check_unused(fields, _REFUSED)
+    check_unused(fields, REFUSED_IN_RESPONSES)
     for name, instead in _UNSUPPORTED.items():
         if fields.raw(name) is not None:
             raise unsupported(name, instead)

@@ -149,8 +149,9 @@ class Service:
 
     def prepare_response(self, body: dict[str, Any]) -> Prepared:
         """Check a request of the Responses API, render and tokenize it. Raises ApiError, CpmrtError."""
+        told = chat_of(body)
         with naming(CHAT_NAMES):
-            chat = read_chat(chat_of(body), self.settings.model_names)
+            chat = read_chat(told, self.settings.model_names)
             wanted, requests, (text,) = self._chat(chat)
         response_id = f"resp_{secrets.token_hex(12)}"
         answer = ResponsesFormat(response_id, self.settings.model_name, body, text)

@@ -32,8 +32,11 @@ its length that models are free not to follow."""
 _USE_LOGIT_BIAS = "use logit_bias, or a prompt that says what is wanted"
 _USE_SAMPLING = "sample with temperature, top_p, top_k and min_p"
 _USE_MAX_TOKENS = "use max_tokens"
+_USE_MAX_OUTPUT_TOKENS = "use max_output_tokens"
 _USE_EFFORT = "use reasoning_effort, or chat_template_kwargs"
 _USE_A_MESSAGE = "use a message of the role system"
+_USE_CHATS = "use /v1/chat/completions"
+_USE_THINKING = "use thinking"
 _STOPS_BEFORE = "answers end before their stop string"
 
 Refused = tuple[tuple[Any, ...], str]
@@ -118,6 +121,47 @@ REFUSED_IN_COMPLETIONS: dict[str, Refused] = {
     "top_logprobs": ((0,), "logprobs is their number here"),
     "add_special_tokens": ((True,), "give token ids, such as /tokenize has"),
     "tools": (([],), "use /v1/chat/completions"),
+}
+
+_OWN_IN_RESPONSES = ("max_output_tokens", "instructions", "reasoning")
+REFUSED_IN_RESPONSES: dict[str, Refused] = {
+    **{name: refused for name, refused in REFUSED_IN_CHATS.items() if name not in _OWN_IN_RESPONSES},
+    "max_tokens": ((), _USE_MAX_OUTPUT_TOKENS),
+    "max_completion_tokens": ((), _USE_MAX_OUTPUT_TOKENS),
+    "max_new_tokens": ((), _USE_MAX_OUTPUT_TOKENS),
+    "max_length": ((), _USE_MAX_OUTPUT_TOKENS),
+    "n_predict": ((-1,), _USE_MAX_OUTPUT_TOKENS),
+    "num_predict": ((-1,), _USE_MAX_OUTPUT_TOKENS),
+    "enable_thinking": ((), "use reasoning, or chat_template_kwargs"),
+    "thinking": ((), "use reasoning, or chat_template_kwargs"),
+    "reasoning_effort": ((), "use reasoning, which has an effort"),
+    "response_format": ((), "use text, which has a format"),
+    "messages": ((), "use input"),
+    "n": ((1,), _USE_CHATS),
+    "logprobs": ((False,), _USE_CHATS),
+    "truncation": (("disabled",), "shorten the input"),
+}
+
+REFUSED_IN_MESSAGES: dict[str, Refused] = {
+    **REFUSED,
+    "max_completion_tokens": ((), _USE_MAX_TOKENS),
+    "max_output_tokens": ((), _USE_MAX_TOKENS),
+    "stop": (("", []), "use stop_sequences"),
+    "instructions": (("",), "use system"),
+    "reasoning": ((), _USE_THINKING),
+    "reasoning_effort": ((), _USE_THINKING),
+    "enable_thinking": ((), _USE_THINKING),
+    "chat_template_kwargs": (({},), _USE_THINKING),
+    "parallel_tool_calls": ((True,), "use tool_choice, which has disable_parallel_tool_use"),
+    "logprobs": ((False,), _USE_CHATS),
+}
+
+REFUSED_IN_INFILL: dict[str, Refused] = {
+    **REFUSED,
+    **_OF_OTHER_ENDPOINTS,
+    "max_completion_tokens": ((), _USE_MAX_TOKENS),
+    "suffix": (("",), "use input_suffix"),
+    "logprobs": ((0, False), "use /v1/completions"),
 }
 
 _READERS: dict[str, Callable[[Fields, str], object]] = {

@@ -85,6 +85,39 @@ def test_all_other_endpoints_refuse_them_too(says, path, body):
     assert error["message"].startswith("min_tokens is not supported: ")
 
 
+@pytest.mark.parametrize(("path", "body", "field", "value", "instead"), [
+    ("/v1/responses", {"input": "x"}, "max_tokens", 5, "max_output_tokens"),
+    ("/v1/responses", {"input": "x"}, "max_new_tokens", 5, "max_output_tokens"),
+    ("/v1/responses", {"input": "x"}, "response_format", {"type": "json_object"}, "text"),
+    ("/v1/responses", {"input": "x"}, "reasoning_effort", "none", "reasoning"),
+    ("/v1/responses", {"input": "x"}, "n", 2, "/v1/chat/completions"),
+    ("/v1/responses", {"input": "x"}, "logprobs", True, "/v1/chat/completions"),
+    ("/v1/responses", {"input": "x"}, "stop_sequences", ["x"], "stop"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}, "stop", "x", "stop_sequences"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}, "instructions", "x", "system"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}, "reasoning_effort", "low",
+     "thinking"),
+    ("/infill", {"input_prefix": "x"}, "stop_sequences", ["x"], "stop"),
+    ("/infill", {"input_prefix": "x"}, "max_completion_tokens", 5, "max_tokens"),
+], ids=json.dumps)  # fmt: skip
+def test_other_endpoints_refuse_what_they_have_by_another_name(says, path, body, field, value, instead):
+    answer = says.client.post(path, json={**body, field: value})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and message.startswith(f"{field} is not supported: use {instead}"), message
+
+
+@pytest.mark.parametrize(("fields", "text"), [({"stop": "ll"}, "he"), ({"n": 1, "logprobs": False}, "hello")])
+def test_responses_take_the_stops_of_chats(says, fields, text):
+    answer = says.client.post("/v1/responses", json={"input": "say(hello)yas", **fields}).json()
+    assert answer["output"][0]["content"][0]["text"] == text
+
+
+def test_responses_take_the_forms_of_chats(says):
+    """That this executor has none is what it says to a form that was read."""
+    answer = says.client.post("/v1/responses", json={"input": "x", "guided_regex": "[a-c]{2}"})
+    assert answer.status_code == 400 and "takes no schemas" in answer.json()["error"]["message"], answer.text
+
+
 @pytest.mark.parametrize(("fields", "param"), [
     ({"n_predict": "x"}, "n_predict"), ({"repeat_penalty": 0}, "repeat_penalty"), ({"max_tokens": "x"}, "max_tokens"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
