@@ -159,7 +159,7 @@ def read_wanted(
         sampling = SamplingParams(
             max_new_tokens=max_tokens and min(max_tokens, 2**31 - 1),
             top_k=None if top_k is None else max(0, top_k),  # others write -1 for "all"
-            seed=secrets.randbits(63) if seed is None else seed % 2**63,
+            seed=secrets.randbits(63) if seed is None else seed % 2**64,
             stop=_stop(fields, stop_field),
             stop_token_ids=_stop_token_ids(fields),
             ignore_eos=bool(fields.boolean("ignore_eos")),

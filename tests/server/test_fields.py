@@ -6,6 +6,9 @@ import json
 
 import pytest
 
+from cpmrt import SamplingParams
+from cpmrt.server.schema import read_completion
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
@@ -140,6 +143,12 @@ def test_the_field_to_use_instead_is_named(says, fields, instead):
 def test_accepted_fields_have_types_too(says, fields):
     answer = ask(says, fields)
     assert answer.status_code == 400 and answer.json()["error"]["param"] in fields
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 7, 2**64 - 1, -1, -(2**63)])
+def test_a_seed_is_that_of_the_same_seed_in_python(demo, seed):
+    wanted = read_completion({"prompt": [5], "seed": seed}, ["demo"]).wanted
+    assert wanted.seed(0) == demo.engine.llm.request([5], SamplingParams(seed=seed)).seed
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("minimal", False), ("low", True), ("high", True)])
