@@ -11,7 +11,7 @@ from typing import Any
 
 from cpmrt.server.errors import ApiError, invalid, unsupported
 from cpmrt.server.json_body import Fields, shown
-from cpmrt.server.schema import Wanted, check_model, read_wanted
+from cpmrt.server.schema import Wanted, check_model, given_tools, read_wanted
 from cpmrt.server.unused_fields import REFUSED_IN_MESSAGES, check_unused
 
 _UNSUPPORTED = ("output_format", "mcp_servers", "container", "context_management")
@@ -160,7 +160,7 @@ def _tool_call(block: Block, where: str) -> dict[str, Any]:
 def _tools(fields: Fields) -> list[dict[str, Any]]:
     """Return the tools as chat templates take them."""
     tools = []
-    for index, tool in enumerate(fields.array("tools") or []):
+    for index, tool in enumerate(given_tools(fields)):
         where = f"tools[{index}]"
         if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
             raise unsupported(where, "only tools with a name and an input_schema")

@@ -266,11 +266,17 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return checked
 
 
-def read_tools(fields: Fields) -> list[dict[str, Any]]:
-    """Read the tools that a model may call; empty where it may call none."""
-    tools, choice = fields.array("tools") or [], fields.raw("tool_choice")
+def given_tools(fields: Fields) -> list[Any]:
+    """Return the field with the tools, of which there may be MAX_TOOLS."""
+    tools = fields.array("tools") or []
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"expected at most {MAX_TOOLS} tools, got {len(tools)}")
+    return tools
+
+
+def read_tools(fields: Fields) -> list[dict[str, Any]]:
+    """Read the tools that a model may call; empty where it may call none."""
+    tools, choice = given_tools(fields), fields.raw("tool_choice")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -145,6 +145,19 @@ def test_accepted_fields_have_types_too(says, fields):
     assert answer.status_code == 400 and answer.json()["error"]["param"] in fields
 
 
+@pytest.mark.parametrize(("path", "body"), [
+    (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS * 513}),
+    ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f"}] * 513}),
+    ("/v1/messages", {
+        "messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
+        "tools": [{"name": "f", "input_schema": {}}] * 513,
+    }),
+], ids=[CHAT, "responses", "messages"])  # fmt: skip
+def test_tools_are_bounded_in_number(says, path, body):
+    error = says.client.post(path, json=body).json()["error"]
+    assert error["message"] == "tools: expected at most 512 tools, got 513"
+
+
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 7, 2**64 - 1, -1, -(2**63)])
 def test_a_seed_is_that_of_the_same_seed_in_python(demo, seed):
     wanted = read_completion({"prompt": [5], "seed": seed}, ["demo"]).wanted
