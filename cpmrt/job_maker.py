@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from cpmrt.config import ModelConfig, SamplingDefaults, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
-from cpmrt.errors import ContextLengthError, RequestError, quoted
+from cpmrt.engine.checks import check_prompt
+from cpmrt.errors import RequestError, quoted
 from cpmrt.grammar import Grammars, Thought
 from cpmrt.installation import missing_packages
 from cpmrt.sharing.jobs import Generation, Reading
@@ -321,14 +322,8 @@ class JobMaker:
         collect: Callable[[tuple[int, ...], Iterator[F32]], Generator[None, None, F32]],
     ) -> Reading:
         """Return a reading whose result `collect` makes of the chunks that the executor yields."""
-        ids, limit = self.token_ids(prompt), self.engine.limits.max_context
-        if not ids:
-            raise RequestError("the prompt is empty", expected="at least one token", actual=0)
-        if len(ids) > limit:
-            raise ContextLengthError(
-                "the tokens do not fit the context", expected=f"at most {limit}", actual=len(ids),
-                fix="shorten the prompt or raise max_context",
-            )  # fmt: skip
+        ids = self.token_ids(prompt)
+        check_prompt(ids, self.engine.limits.max_context)
         return Reading(len(ids), lambda slot, block_table: collect(ids, read(slot, ids, block_table)))
 
     def _form(self, prompt_ids: tuple[int, ...], params: SamplingParams, num_begun: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cpmrt.engine.guide import Guide, Matcher
 from cpmrt.engine.late_form import LateForm
 from cpmrt.engine.sequence import Request
@@ -9,12 +11,23 @@ from cpmrt.errors import ContextLengthError, RequestError
 from cpmrt.executor import MAX_CERTAIN, ExecutorLimits
 
 
+def check_prompt(token_ids: Sequence[int], max_context: int) -> None:
+    """Raise RequestError for a prompt without tokens, ContextLengthError for one that alone exceeds the context."""
+    _check_some(token_ids)
+    if len(token_ids) > max_context:
+        raise ContextLengthError(
+            "the prompt does not fit the context",
+            expected=f"at most {max_context} tokens",
+            actual=len(token_ids),
+            fix="shorten the prompt or raise max_context",
+        )
+
+
 def check_request(request: Request, limits: ExecutorLimits) -> None:
     """Raise ContextLengthError if prompt and new tokens exceed the context, RequestError for an empty prompt, more
     biases than the executor takes, or a grammar where it takes none."""
     prompt, new, limit = len(request.prompt_ids), request.max_new_tokens, limits.max_context
-    if not prompt:
-        raise RequestError("the prompt is empty", expected="at least one token", actual=0)
+    _check_some(request.prompt_ids)
     if prompt + new > limit:
         room = limit - prompt
         fix = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt or raise max_context"
@@ -44,6 +57,11 @@ def late_form_of(request: Request, limits: ExecutorLimits) -> LateForm | None:
     if request.trigger is None:
         return None
     return LateForm(request.trigger(), lambda matcher: _guide(matcher, request, limits))
+
+
+def _check_some(token_ids: Sequence[int]) -> None:
+    if not token_ids:
+        raise RequestError("the prompt is empty", expected="at least one token", actual=0)
 
 
 def _guide(matcher: Matcher, request: Request, limits: ExecutorLimits) -> Guide:

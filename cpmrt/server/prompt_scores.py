@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cpmrt import LLM
 from cpmrt.dtypes import F32
-from cpmrt.errors import ContextLengthError, RequestError
+from cpmrt.engine.checks import check_prompt
 from cpmrt.executor import TokenLogprobs
 from cpmrt.reference.sampling import checked_log_softmax
 from cpmrt.server.token_logprobs import CompletionLogprobs
@@ -30,11 +30,7 @@ class ScoredPrompt:
     max_context: int
 
     def __post_init__(self) -> None:
-        if not self.token_ids:
-            raise RequestError("the prompt is empty", expected="at least one token", actual=0)
-        if len(self.token_ids) > self.max_context:
-            expected, actual = f"at most {self.max_context} tokens", len(self.token_ids)
-            raise ContextLengthError("the prompt does not fit the context", expected=expected, actual=actual)
+        check_prompt(self.token_ids, self.max_context)
 
 
 class PromptScores:
