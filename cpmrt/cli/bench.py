@@ -28,6 +28,7 @@ from cpmrt.llm import LLM
 from cpmrt.weights.hub import BUNDLED
 
 _PREFILL_CHUNK = 2048
+_REPEATS = 3
 _CONTEXT_NEW = 64
 _NUM_PROMPTS, _TOGETHER = 200, 8
 _POSITIVE = option_values.integer(1, 2**31 - 1)
@@ -45,7 +46,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--context", dest="cases", action="append", type=_context, metavar="TOKENS",
         help=f"a case that fills a context of so many tokens, such as 1024 or 32K, its last {_CONTEXT_NEW} new ones",
     )  # fmt: skip
-    parser.add_argument("--repeats", type=_POSITIVE, default=3, metavar="N", help="of each case (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=_POSITIVE, default=_REPEATS, metavar="N", help="of each case (default: %(default)s)"
+    )
     parser.add_argument(
         "--temperature", type=_temperature, default=0.0, metavar="T",
         help="sample, so that no text repeats itself by chance (default: 0, greedy)",
@@ -79,9 +82,8 @@ def run(args: argparse.Namespace) -> int:
     asked = "--block-type" if args.block_type else "--weight-bits" if args.weight_bits else ""
     if asked and not args.shape and args.load_format != "dummy":
         raise UsageError(f"{asked} needs random weights: --shape, or --load-format dummy")
-    ignored = [name for name in ("json", "plot", "startup") if getattr(args, name)] if args.repeatability else []
-    if ignored:
-        raise UsageError(f"--repeatability measures no times: leave --{ignored[0]} out")
+    if args.repeatability:
+        _check_no_times(args)
     changes = options.draft_changes(args)
     for path in filter(None, (args.json, args.plot)):
         _check_folder(path)
@@ -108,6 +110,17 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         plot(report, args.plot)
     return 0
+
+
+def _check_no_times(args: argparse.Namespace) -> None:
+    """Raise UsageError for an option that says what to time, and how."""
+    given = {
+        "--json": args.json, "--plot": args.plot, "--startup": args.startup, "--case and --context": args.cases,
+        "--temperature": args.temperature, "--repeats": args.repeats != _REPEATS,
+    }  # fmt: skip
+    for option, value in given.items():
+        if value:
+            raise UsageError(f"--repeatability measures no times: leave {option} out")
 
 
 def _repeatability(settings: dict[str, Any], num_prompts: int) -> int:

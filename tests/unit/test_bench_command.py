@@ -160,6 +160,10 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
     (["--plot", "/absent/x.png"], 1, "/absent/x.png cannot be written"),
     (["--repeatability", "2", "--json", "x.json"], 2, "--repeatability measures no times: leave --json out"),
     (["--repeatability", "2", "--startup"], 2, "leave --startup out"),
+    (["--repeatability", "2", "--case", "8:2"], 2, "leave --case and --context out"),
+    (["--repeatability", "2", "--context", "1K"], 2, "leave --case and --context out"),
+    (["--repeatability", "2", "--temperature", "0.5"], 2, "leave --temperature out"),
+    (["--repeatability", "2"], 2, "leave --repeats out"),
 ], ids=lambda value: str(value)[:30])  # fmt: skip
 def test_mistakes_are_one_line(checkpoint, capsys, options, code, message):
     assert main(["bench", checkpoint, *QUICK, *options]) == code
