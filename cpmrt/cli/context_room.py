@@ -1,4 +1,4 @@
-"""What of a conversation fits the context of a server beside its next answer, as the chat page estimates it too."""
+"""What of a conversation fits the context beside its next answer, as the chat page estimates it for a server too."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from cpmrt import LLM
 from cpmrt.byte_sizes import format_bytes
+from cpmrt.cli.context_room import room_for_prompt
 from cpmrt.cli.conversation import Conversation, Message, Part
 from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingParams
@@ -18,9 +19,6 @@ from cpmrt.sharing.jobs import Generation
 from cpmrt.sharing.text_stream import TextStream
 from cpmrt.text.markers import marker_ids
 from cpmrt.text.thinking import opened_thought
-
-_ANSWER_ROOM = 1024
-"""Tokens of the context that are kept free for an answer that may go on until the context is full."""
 
 
 class LocalModel:
@@ -73,7 +71,9 @@ class LocalModel:
         figures. Raises ContextLengthError if it does not fit at all.
         """
         context = self._llm.max_context
-        room = context - (self.params.max_new_tokens or min(_ANSWER_ROOM, context // 4))
+        # What `max_new_tokens` asks for must fit whole: without that the LLM refuses the prompt.
+        most = self.params.max_new_tokens
+        room = room_for_prompt(context, None) if most is None else context - most
         for skip in range(conversation.num_turns):
             with suppress(ContextLengthError):
                 ids = self._prompt(conversation.asked(question, skip=skip))

@@ -216,7 +216,7 @@ class RemoteAnswer:
 
 
 def _body_fields(params: SamplingParams, enable_thinking: bool | None) -> dict[str, Any]:
-    """Return the fields of a request that differ from what every server does by itself."""
+    """Return the fields of a request, but for those that leave the choice to the server."""
     fields: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
     fields |= {"max_tokens": params.max_new_tokens, "stop": list(params.stop), "seed": params.seed}
     fields["logit_bias"] = dict(params.logit_bias)  # whose keys JSON makes texts

@@ -100,7 +100,7 @@ class Metrics:
 
         `jobs` are those that are open now; `llm` is None while the server takes no requests.
         """
-        sequences = [job.sequence for job in jobs if job.sequence is not None]
+        sequences = [job.sequence for job in jobs]
         running = [seq for seq in sequences if seq.phase in _RUNNING]
         loans = llm.engine.slots.loans if llm is not None else ()
         self._running.set(len(running) + len(loans))

@@ -18,8 +18,9 @@ from cpmrt.tool_use.finder import calls_in
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a job. `reason` is "stop", "length", "cancelled", "done" (of a reading) or, with an `error`, "error".
+    """The end of a job. `reason` is that of the sequence, "done" (of a reading) or, with an `error`, "error".
 
+    Those of sequences are "stop", "length", "loop" and "cancelled".
     Seconds are from the submission: in the queue, and to the first token (0 without one).
     """
 
