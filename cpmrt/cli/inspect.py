@@ -6,6 +6,7 @@ A hub id is looked at without fetching its weights; those that are in the local 
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -121,7 +122,7 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         raw, config, sampling = folder.raw_config, folder.config, folder.sampling
     except CpmrtError as error:
         problems.append(str(error))
-    is_remote = model is not None and not Path(model).expanduser().is_dir()
+    is_remote = model is not None and not os.path.isdir(os.path.expanduser(model))
     tensors, files, quantization = _weights(path, config, problems, may_be_absent=is_remote)
     return {
         "model": str(path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -122,7 +123,7 @@ def _frequent(
     """The tokens that the target's head is cut to, or None: what the user named, else what the draft brings along."""
     wanted = wish.draft_vocab
     if isinstance(wanted, str):
-        return read_token_index(Path(wanted).expanduser(), vocab_size)
+        return read_token_index(Path(os.path.expanduser(wanted)), vocab_size)
     if wanted == vocab_size:
         return None
     if wanted is not None and wanted > vocab_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -44,7 +45,8 @@ class Prefixes:
     def __init__(self, model: ModelFolder, settings: EngineConfig, plan: MemoryPlan, shared: SharedEngine):
         self._model, self._settings, self._plan, self._shared = model, settings, plan, shared
         self._engine = shared.engine
-        self._folder = None if settings.prefix_dir is None else PrefixFolder(Path(settings.prefix_dir).expanduser())
+        name = settings.prefix_dir
+        self._folder = None if name is None else PrefixFolder(Path(os.path.expanduser(name)))
         self._stored = set[tuple[int, ...]]()
         """System parts of which the folder has had a file in this process."""
         self._lock = RLock()

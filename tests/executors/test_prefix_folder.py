@@ -55,6 +55,15 @@ def test_a_third_start_computes_the_question_only(model: Path, tmp_path: Path) -
     assert files(folder)[0].read_bytes() == written[1] and files(folder)[0].stat().st_mtime_ns > written[0]
 
 
+def test_a_home_that_there_is_not_is_a_name_like_any_other(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("~nobody of this name")
+    ask(model, folder, "Why?", "How?")
+    assert len(files(tmp_path / folder)) == 1
+
+
 def test_the_second_question_of_a_start_writes_what_the_first_has_computed(model: Path, tmp_path: Path) -> None:
     lengths: list[int] = []
     with LLM(model, executor="reference", prefix_dir=tmp_path) as llm:

@@ -231,6 +231,11 @@ def test_a_cut_vocabulary_needs_its_list(tmp_path, wish, message):
         opened(tmp_path, tensors, draft_vocab=wish)
 
 
+def test_a_list_in_a_home_that_there_is_not(tmp_path):
+    with pytest.raises(CheckpointError, match="~nobody of this name/list.json does not exist"):
+        opened(tmp_path, eagle2_tensors("cpmcu"), draft_vocab="~nobody of this name/list.json")
+
+
 def test_a_cut_vocabulary_with_fewer_tokens_than_candidates(tmp_path):
     tensors = eagle2_tensors("cpmcu") | {"token_id_remap": np.arange(2, dtype=np.int32)}
     with pytest.raises(ConfigError, match="top_k: expected at most the draft's 2 tokens, got 3"):
