@@ -173,7 +173,11 @@ class Grammars:
             finally:
                 self._compiling.release()
 
-        Thread(target=work, name="cpmrt-grammar", daemon=daemon).start()
+        try:
+            Thread(target=work, name="cpmrt-grammar", daemon=daemon).start()
+        except BaseException:
+            self._compiling.release()
+            raise
         return future
 
     def _compile(self, form: Form) -> LLMatcher | RequestError:

@@ -379,6 +379,20 @@ def test_compiling_ends_at_its_limit(llm, monkeypatch):
     released.set()
 
 
+def test_a_thread_that_cannot_begin_keeps_no_other_form_from_being_compiled(llm, monkeypatch):
+    own = grammars.Grammars(llm.tokenizer, llm.tokenizer.eos_token_ids)
+
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars.Thread, "start", refuse)
+        for number in range(3):
+            with pytest.raises(RuntimeError, match="can't start"):
+                own.matcher(SamplingParams(regex=f"a{number}").form)
+    own.matcher(SamplingParams(regex="b").form)
+
+
 def test_a_form_is_compiled_once(llm, monkeypatch):
     """Forms, and what is wrong with one, are kept; the one used least recently goes first."""
     own, compiled = grammars.Grammars(llm.tokenizer, llm.tokenizer.eos_token_ids), []
