@@ -158,9 +158,11 @@ class AsyncLLM:
             closing.shutdown(wait=False)
 
     def _close(self) -> None:
-        self._llm.close()
-        self._stop()
-        self._thread.join()
+        try:
+            self._llm.close()
+        finally:
+            self._stop()
+            self._thread.join()
 
     async def __aenter__(self) -> AsyncLLM:
         return self

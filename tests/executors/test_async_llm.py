@@ -13,7 +13,7 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, AsyncLLM, SamplingParams
-from cpmrt.errors import ArgumentError, ClosedError, ContextLengthError, CpmrtError, RequestError
+from cpmrt.errors import ArgumentError, ClosedError, ContextLengthError, CpmrtError, DeviceError, RequestError
 from cpmrt.executor import Decode
 
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
@@ -256,3 +256,17 @@ def test_errors_reach_their_callers(llm):
         pickle.dumps(AsyncLLM(llm).stream("a"))
     with pytest.raises(ArgumentError, match=r"AsyncLLM\(LLM\(model\)\)"):
         AsyncLLM("openbmb/MiniCPM4-0.5B")
+
+
+def test_a_device_that_fails_to_close_leaves_no_thread(llm, monkeypatch):
+    def fail():
+        raise DeviceError("the device is lost")
+
+    async def run():
+        fast = AsyncLLM(llm)
+        monkeypatch.setattr(llm.executor, "close", fail)
+        with pytest.raises(DeviceError):
+            await fast.close()
+        return fast._thread
+
+    assert not asyncio.run(run()).is_alive()
