@@ -63,7 +63,7 @@ class RequestError(CpmrtError):
 
 
 class ArgumentError(CpmrtError, TypeError):
-    """A call has a keyword argument that the function does not take."""
+    """A call has an argument that the function does not take: of a name, or a type, that it has not."""
 
 
 class ClosedError(CpmrtError):

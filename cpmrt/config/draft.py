@@ -59,7 +59,7 @@ class DraftConfig:
     has_split_fc: bool = False
     """Quantised as two matrices one after the other: the embedding's half [h, h], then the hidden state's (CPM.cu)."""
     taps: tuple[int, ...] = ()
-    """The target's layers whose inputs EAGLE-3 and DSpark read. None: the output of the final norm is read."""
+    """The target's layers whose inputs EAGLE-3 and DSpark read; empty: the output of the final norm is read."""
     draft_vocab: int = 0
     """Rows of its head; 0: lookup."""
     head_bits: int | None = None

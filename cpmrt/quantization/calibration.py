@@ -14,7 +14,7 @@ import numpy as np
 from cpmrt.errors import CheckpointError, ConfigError, RequestError
 from cpmrt.quantization.arrays import module_of
 from cpmrt.text import Tokenizer
-from cpmrt.weights.files import open_file
+from cpmrt.weights.files import open_file, reading
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 _READ_BYTES = 16 << 20
@@ -37,7 +37,7 @@ def read_texts(path: Path) -> Iterator[str]:
 
 
 def _documents(path: Path) -> Iterator[str]:
-    with open_file(path) as file:
+    with open_file(path) as file, reading(path):
         raw = file.read(_READ_BYTES)
     if b"\0" in raw:
         raise CheckpointError(

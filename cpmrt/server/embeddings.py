@@ -52,7 +52,8 @@ class Embeddings:
                 return
             self._running = self._readings[start : start + at_once]
             self._llm.shared.run(self._running)
-        self.answer = json_parts(self._content())
+        if not self._is_cancelled:
+            self.answer = json_parts(self._content())
 
     def cancel(self) -> None:
         """End soon, without an answer."""

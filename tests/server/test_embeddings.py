@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import openai
 import pytest
 
 from cpmrt import LLM
+from cpmrt.server.embeddings import Embeddings
+from cpmrt.server.service import ServerSettings
 
 TEXTS = ["import os", "def read_lines(path):\n    pass", "x"]
 
@@ -84,3 +87,18 @@ def test_what_is_refused_names_the_field(client, fields, error, param):
     with pytest.raises(error) as caught:
         embed(client, **fields)
     assert caught.value.param == param
+
+
+def test_a_client_that_leaves_during_the_last_texts_gets_no_answer(llm):
+    service = SimpleNamespace(engine=SimpleNamespace(llm=llm), settings=ServerSettings("demo"))
+    work = Embeddings(service, {"input": TEXTS[0]})
+    (reading,) = work._readings
+    read = reading.work
+
+    def left(slot, block_table):
+        work.cancel()
+        return (yield from read(slot, block_table))
+
+    reading.work = left
+    work.run()
+    assert work.answer == ()
