@@ -165,7 +165,7 @@ def draft_configs(name: str) -> dict[str, dict[str, Any]]:
 
 
 def shape_config(name: str) -> dict[str, Any]:
-    """Return the config.json of a named shape; its position limit is raised, to 131072 or more. Raises ConfigError."""
+    """Return the config.json of a named shape; the position limit of most is 131072 or more. Raises ConfigError."""
     if name not in SHAPES:
         raise ConfigError("unknown shape", expected=" | ".join(SHAPES), actual=repr(name))
     return dict(SHAPES[name])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cpmrt.bench.report import CaseReport, Report
-from cpmrt.errors import CpmrtError
+from cpmrt.errors import CpmrtError, reason_of
 
 _COLUMNS: tuple[tuple[str, Callable[[CaseReport], str]], ...] = (
     ("case", lambda case: str(case.measurement.case)),
@@ -101,7 +101,7 @@ def check_can_plot() -> None:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Write a PNG. Raises CpmrtError if matplotlib is missing or the file cannot be written."""
+    """Write a PNG, whatever `path` ends with. Raises CpmrtError if matplotlib is missing or the disk takes no file."""
     check_can_plot()
     from matplotlib.figure import Figure
 
@@ -121,9 +121,9 @@ def plot(report: Report, path: Path) -> None:
     kinds = ", ".join([report.dtype, *report.speculation])
     figure.suptitle(f"{report.model}, {kinds}, executor {report.executor}, {device}, {report.date[:10]}")
     try:
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, format="png")
     except OSError as error:
-        raise CpmrtError(f"{path} cannot be written: {error.strerror}") from error
+        raise CpmrtError(f"{path} cannot be written: {reason_of(error)}") from error
 
 
 def _shade(axes: object, report: Report, origin: float) -> None:

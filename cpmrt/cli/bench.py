@@ -23,7 +23,7 @@ from cpmrt.cli import option_values
 from cpmrt.cli.output import note, printable, write, write_table
 from cpmrt.cli.parser import UsageError
 from cpmrt.config import SamplingParams
-from cpmrt.errors import ConfigError, CpmrtError
+from cpmrt.errors import ConfigError, CpmrtError, reason_of
 from cpmrt.llm import LLM
 from cpmrt.weights.hub import BUNDLED
 
@@ -196,4 +196,4 @@ def _write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CpmrtError(f"{path} cannot be written: {error.strerror}") from error
+        raise CpmrtError(f"{path} cannot be written: {reason_of(error)}") from error

@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
 
-from cpmrt.errors import CpmrtError
+from cpmrt.errors import CpmrtError, reason_of
 
 if TYPE_CHECKING:
     from cpmrt.config import SamplingDefaults, SamplingParams
@@ -28,7 +28,7 @@ def write(text: str) -> None:
         raise
     except OSError as error:
         discard_stdout()
-        raise CpmrtError(f"standard output cannot be written: {error.strerror}") from error
+        raise CpmrtError(f"standard output cannot be written: {reason_of(error)}") from error
 
 
 _REMARKS = {"are shown": True}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, reason_of
 from cpmrt.text.chat_template import ADDITIONAL, additional_templates
 from cpmrt.weights.checkpoint import INDEX_NAME
 from cpmrt.weights.files import open_file, reading
@@ -54,7 +54,7 @@ def _partial(out: Path, kind: str) -> Iterator[Path]:
             (Path(folder) / out.name).rename(out)
     except OSError as error:
         raise ConfigError(
-            f"{out} cannot be written: {error.strerror}",
+            f"{out} cannot be written: {reason_of(error)}",
             fix=f"name a {kind} where you may write, on a disk with enough room",
         ) from error
 

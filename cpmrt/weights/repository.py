@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cpmrt.byte_sizes import format_bytes
-from cpmrt.errors import CheckpointError, listed, quoted
+from cpmrt.errors import CheckpointError, listed, quoted, reason_of
 from cpmrt.weights.checkpoint import INDEX_NAME, read_index, select_files
 from cpmrt.weights.gguf.choice import gguf_labels, select_gguf
 from cpmrt.weights.gguf.folder import is_gguf
@@ -203,7 +203,7 @@ def literal(names: Sequence[str]) -> list[str]:
 def disk_full(repository: str, error: OSError, variable: str) -> CheckpointError:
     """Return the error for a download that the disk did not take."""
     return CheckpointError(
-        f"{repository} could not be written to the cache: {error.strerror}",
+        f"{repository} could not be written to the cache: {reason_of(error)}",
         actual=quoted(error.filename) if error.filename else None,
         fix=f"make room (`cpmrt list` shows the cache) or set {variable} to another folder, then try again",
     )

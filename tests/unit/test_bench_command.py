@@ -272,6 +272,7 @@ class FakeFigure:
         self.title = text
 
     def savefig(self, path, **settings):
+        self.format = settings.get("format")
         path.write_bytes(b"\x89PNG")
 
 
@@ -290,6 +291,11 @@ def test_the_plot_has_the_curves_and_the_phases(fake_matplotlib, tmp_path):
     assert (power.curves[0][1][0], clock.curves[0][1][0], load.curves[0][1][0]) == (400, 1500, 99)
     assert power.spans == clock.spans == load.spans == [(1.0, 2.95), (3.0, 9.0)]
     assert figure.title == "m, bfloat16, executor cuda, Test GPU, 2026-01-02" and (tmp_path / "x.png").exists()
+
+
+def test_a_plot_is_a_png_whatever_its_name_ends_with(fake_matplotlib, tmp_path):
+    plot(report(), tmp_path / "x.out")
+    assert FakeFigure.made[-1].format == "png"
 
 
 def test_a_plot_that_cannot_be_written_is_one_line(fake_matplotlib, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt.cli.main import main
-from cpmrt.errors import CheckpointError
+from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.quantization import outputs
 from cpmrt.quantization.outputs import copy_companions, new_folder
 
@@ -75,3 +75,8 @@ def test_a_companion_that_cannot_be_read_is_not_a_folder_that_cannot_be_written(
     with pytest.raises(CheckpointError, match=words), new_folder(tmp_path / "out") as partial:
         copy_companions(Path("/proc/self"), partial)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_disk_without_a_number_is_named_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written: the disk is gone"), new_folder(tmp_path / "out"):
+        raise OSError("the disk is gone")
