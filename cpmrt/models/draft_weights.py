@@ -24,6 +24,7 @@ from cpmrt.weights.copies import EMBEDDING, HEAD, is_copy
 from cpmrt.weights.draft_folder import DraftFolder
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs, round_layers
+from cpmrt.weights.repository import has_weights
 from cpmrt.weights.token_index import checked_token_ids, find_token_index, read_token_index
 
 _REMAP, _OFFSETS = "token_id_remap", "d2t"
@@ -161,9 +162,10 @@ def _integers(checkpoint: Checkpoint, name: str) -> np.ndarray:
 def _own_head(config: DraftConfig, checkpoint: Checkpoint | None, target: ModelFolder) -> TensorSpec | None:
     """The head that a draft brings along, if it is another one than the target's.
 
-    Raises UnsupportedModelError for a draft with another embedding than the target's.
+    A copy is taken for granted where the target's weights are not here, so that a plan needs none of them. Raises
+    UnsupportedModelError for a draft with another embedding than the target's.
     """
-    if checkpoint is None or not config.has_head:
+    if checkpoint is None or not config.has_head or not has_weights(target.path):
         return None
     embedding = EMBEDDING if config.block is None else EMBEDDING.removeprefix("model.")
     with Checkpoint.open(target.path) as theirs:

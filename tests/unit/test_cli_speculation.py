@@ -7,6 +7,7 @@ import json
 import sys
 
 import pytest
+from draft_checkpoint import EAGLE_OF_VLLM, TARGET, eagle_of_vllm_tensors, write_folder
 from scripted import ScriptedExecutor
 from tiny_checkpoint import write_checkpoint
 
@@ -187,6 +188,14 @@ def test_plan_holds_the_draft(checkpoint, capsys):
     assert main(["plan", checkpoint, "--draft", "lookup"]) == 0
     with LLM(checkpoint, executor="reference", draft="lookup") as llm:
         assert capsys.readouterr().out.endswith(f"float32\n{llm.plan}\n")
+
+
+def test_plan_with_a_draft_that_has_a_head_needs_no_weights_of_the_target(tmp_path, capsys):
+    draft = write_folder(tmp_path / "draft", EAGLE_OF_VLLM, eagle_of_vllm_tensors())
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps(TARGET))
+    assert main(["plan", str(tmp_path / "target"), "--draft", str(draft)]) == 0
+    assert "draft KV" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
