@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from threading import Lock
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -38,7 +39,7 @@ class Origin:
 
 
 class CompiledForm:
-    """Gives each answer of a form an origin: the one that the fewest answers use now.
+    """Gives each answer of a form an origin: the one that the fewest answers use now. For any thread.
 
     While all are in use it has the form compiled again (`compile_beside`), in the background, until it has `most`.
     """
@@ -46,14 +47,16 @@ class CompiledForm:
     def __init__(self, first: LLMatcher, most: int, compile_beside: CompileBeside):
         self._origins, self._most, self._compile_beside = [Origin(first)], most, compile_beside
         self._coming: Future[LLMatcher | RequestError] | None = None
+        self._lock = Lock()
 
     def origin(self) -> Origin:
         """Return the origin for one more answer."""
-        self._take_in()
-        least = min(self._origins, key=lambda origin: origin.num_users)
-        if least.num_users and self._coming is None and len(self._origins) < self._most:
-            self._coming = self._compile_beside()
-        return least
+        with self._lock:
+            self._take_in()
+            least = min(self._origins, key=lambda origin: origin.num_users)
+            if least.num_users and self._coming is None and len(self._origins) < self._most:
+                self._coming = self._compile_beside()
+            return least
 
     def _take_in(self) -> None:
         """Add the origin that is compiled by now."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILE_S = 5.0
-"""The longest that a request waits for its grammar. What bounds the work itself are `_LIMITS`."""
+"""The longest that a request waits for its turn, and then for its grammar. `_LIMITS` bound the work itself."""
 MAX_KEPT = 64
 """Compiled grammars that are kept for further requests."""
 _MAX_COMPILING = 2
@@ -141,9 +141,9 @@ class Grammars:
 
     def _compile_first(self, form: Form) -> CompiledForm | RequestError:
         """Compile within the limits of time, or return what is wrong with the form."""
-        begun = perf_counter()
         if not self._compiling.acquire(timeout=MAX_COMPILE_S):
             raise RequestError("other grammars are being compiled", fix="ask again later")
+        begun = perf_counter()
         try:
             found = self._in_a_thread(form, daemon=True).result(MAX_COMPILE_S)
         except TimeoutError:
@@ -155,7 +155,12 @@ class Grammars:
 
     def _compile_beside(self, form: Form) -> Future[LLMatcher | RequestError] | None:
         """Begin to compile a form once more, unless others are being compiled. The process ends after that is done."""
-        return self._in_a_thread(form, daemon=False) if self._compiling.acquire(blocking=False) else None
+        if not self._compiling.acquire(blocking=False):
+            return None
+        try:
+            return self._in_a_thread(form, daemon=False)
+        except RuntimeError:  # the system gives no more threads; the form is there once already
+            return None
 
     def _in_a_thread(self, form: Form, *, daemon: bool) -> Future[LLMatcher | RequestError]:
         """Compile in a thread of its own, which cannot be stopped: it may go on when nobody waits for it any more.

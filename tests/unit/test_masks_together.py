@@ -7,6 +7,7 @@ import itertools
 import os
 from concurrent.futures import Future
 from random import Random
+from threading import Thread, Timer
 
 import pytest
 from form_cases import LARK_GRAMMARS, REGEXES, schemas
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from cpmrt import SamplingParams
 from cpmrt.errors import FormError, RequestError
-from cpmrt.grammar import Grammars, Thought, mask_threads
+from cpmrt.grammar import Grammars, Thought, grammars, mask_threads
 from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.matcher import AnswerMatcher
 from cpmrt.text import Tokenizer
@@ -241,6 +242,51 @@ def test_a_form_that_compiles_once_only_stays_alone(outcome):
     else:
         coming.set_exception(outcome)
     assert [form.origin(), form.origin()] == [first, first] and len(begun) == 1, "it is not tried again"
+
+
+def test_two_threads_take_in_a_compiled_form_once():
+    others = []
+
+    class Asked(Future):
+        """While one thread asks whether it is done, another one asks for an origin."""
+
+        def done(self):
+            if not others:
+                others.append(Thread(target=form.origin))
+                others[0].start()
+                others[0].join(0.2)
+            return super().done()
+
+    coming, user = Asked(), User()
+    form = CompiledForm(Copied(), 3, lambda: coming)
+    form.origin().copy_for(user)
+    form.origin()
+    coming.set_result(Copied())
+    form.origin()
+    others[0].join()
+    assert len(form._origins) == 2
+
+
+def test_a_form_that_waits_for_its_turn_is_quick_all_the_same(tokenizer, monkeypatch):
+    own, compiled = grammars_of(tokenizer, 3), Future()
+    compiled.set_result(Copied())
+    monkeypatch.setattr(own, "_in_a_thread", lambda form, daemon: compiled)
+    turns = [own._compiling.acquire(blocking=False) for _ in range(2)]
+    Timer(2 * grammars._QUICK_S, own._compiling.release).start()
+    assert all(turns) and own._compile_first(FORMS[0])._most == 3
+
+
+def test_a_form_stays_alone_where_no_thread_can_begin(tokenizer, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    own, user = grammars_of(tokenizer, 3), User()
+    form = CompiledForm(Copied(), 3, lambda: own._compile_beside(FORMS[0]))
+    first = form.origin()
+    first.copy_for(user)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammars.Thread, "start", refuse)
+        assert [form.origin() for _ in range(3)] == [first] * 3
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 0), (2, 1), (4, 2), (16, 8), (128, 8)])
