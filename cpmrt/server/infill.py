@@ -29,9 +29,22 @@ def prepare_infill(service: Service, body: dict[str, Any]) -> Prepared:
     `input_prefix` and `input_suffix` stand around the cursor, `prompt` is what the answer begins with, and
     `input_extra` has other files, objects with `text` and perhaps `filename`.
     """
-    fields = Fields({_RENAMED.get(name, name): value for name, value in body.items()})
+    fields = Fields(_renamed(body))
     with naming({ours: theirs for theirs, ours in _RENAMED.items() if theirs in body}):
         return _prepared(service, fields)
+
+
+def _renamed(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body with the other endpoints' names. Raises ApiError for two names of a field that contradict."""
+    fields = dict(body)
+    for theirs, ours in _RENAMED.items():
+        value = fields.pop(theirs, None)
+        if value is None:
+            continue
+        if fields.get(ours) not in (None, value):
+            raise invalid(theirs, f"contradicts {ours}; give one of them")
+        fields[ours] = value
+    return fields
 
 
 def _prepared(service: Service, fields: Fields) -> Prepared:

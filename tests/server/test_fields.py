@@ -130,6 +130,23 @@ def test_infill_names_fields_as_the_client_did(says, fields, param):
     assert error["param"] == param and error["message"].startswith(f"{param}: expected ")
 
 
+@pytest.mark.parametrize("fields", [
+    {"n_predict": 5, "max_tokens": 6}, {"max_tokens": 6, "n_predict": 5},
+    {"repetition_penalty": 1.1, "repeat_penalty": 1},
+], ids=json.dumps)  # fmt: skip
+def test_infill_drops_neither_of_two_names_that_contradict(says, fields):
+    error = says.client.post("/infill", json={"input_prefix": "x"} | fields).json()["error"]
+    assert error["param"] in ("n_predict", "repeat_penalty") and "contradicts" in error["message"]
+
+
+@pytest.mark.parametrize("others", [{"max_tokens": None}, {"max_tokens": "x"}], ids=json.dumps)
+def test_a_field_of_infill_that_is_null_hides_no_other(says, others):
+    """The wrong value is heard of, whichever of the names it has."""
+    fields = {"n_predict": "x"} | others
+    error = says.client.post("/infill", json={"input_prefix": "x"} | fields).json()["error"]
+    assert error["param"] == "n_predict" and error["message"].startswith("n_predict: expected ")
+
+
 @pytest.mark.parametrize(("fields", "instead"), [
     ({"repeat_penalty": 1.3}, "repetition_penalty"), ({"n_predict": 5}, "max_tokens"),
     ({"max_new_tokens": 5}, "max_tokens"), ({"do_sample": False}, "temperature"), ({"stop_regex": "a"}, "use stop"),
