@@ -38,9 +38,9 @@ def document(models: Sequence[str] = (), vocab_size: int = 2**31, hidden_size: i
             "/health/live": _get("Health", "Whether the process answers", is_open=True),
             "/health/ready": _get("Health", "Whether requests are taken", is_open=True),
             "/metrics": _plain_get("text/plain", "Prometheus metrics"),
-            "/": _plain_get("text/html", "The chat page"),
+            "/": _plain_get("text/html", "The chat page", is_open=True),
             "/page/{file}": _page_file(),
-            "/openapi.json": _plain_get("application/json", "This document"),
+            "/openapi.json": _plain_get("application/json", "This document", is_open=True),
         },
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -80,15 +80,20 @@ def _post(request: str, answer: str, summary: str, *, streams: bool = False, err
 def _get(
     answer: str, summary: str, *statuses: str, parameters: tuple[Schema, ...] = (), is_open: bool = False
 ) -> Schema:
-    responses = {"200": {"description": "Done", "content": _body(ref(answer))}} | _errors("401", "503", *statuses)
+    responses = {"200": {"description": "Done", "content": _body(ref(answer))}} | _errors("503", *statuses)
     operation = {"summary": summary, "parameters": list(parameters), "responses": responses}
-    return {"get": operation | ({"security": [{}]} if is_open else {})}
+    return {"get": operation | _access(responses, is_open=is_open)}
 
 
-def _plain_get(kind: str, summary: str) -> Schema:
+def _plain_get(kind: str, summary: str, *, is_open: bool = False) -> Schema:
     content = _body({"type": "object"} if kind == "application/json" else {"type": "string"}, kind)
-    done = {"200": {"description": "Done", "content": content}}
-    return {"get": {"summary": summary, "responses": done | _errors("401")}}
+    responses = {"200": {"description": "Done", "content": content}}
+    return {"get": {"summary": summary, "responses": responses} | _access(responses, is_open=is_open)}
+
+
+def _access(responses: Schema, *, is_open: bool) -> Schema:
+    """Return what an operation says of keys: that it needs none, or that it may refuse one."""
+    return {"security": [{}]} if is_open else {"responses": responses | _errors("401")}
 
 
 def _page_file() -> Schema:

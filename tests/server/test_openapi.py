@@ -18,6 +18,7 @@ from tokenizers import Tokenizer as Library
 
 from cpmrt.executor import ExecutorLimits
 from cpmrt.server import json_body
+from cpmrt.server.app import _OPEN_PATHS
 from cpmrt.server.openapi import document
 from cpmrt.server.schema import read_chat, read_completion
 from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
@@ -38,6 +39,13 @@ def test_every_route_is_described_with_its_method(demo):
     routes = Endpoints(demo.running.service).routes()
     served = {(route.path.replace(":path", ""), method) for route in routes for method in route.methods - {"HEAD"}}
     assert described == served
+
+
+def test_the_paths_that_need_no_key_are_described_as_such():
+    operations = {path: operation for path, methods in document()["paths"].items() for operation in methods.values()}
+    keyless = {path for path, operation in operations.items() if operation.get("security") == [{}]}
+    assert keyless == {*_OPEN_PATHS, "/page/{file}"}
+    assert keyless == {path for path, operation in operations.items() if "401" not in operation["responses"]}
 
 
 @pytest.mark.parametrize(("schema", "read", "body", "refused"), [
