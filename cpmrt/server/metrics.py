@@ -41,7 +41,7 @@ _GPU = {
     "temperature_c": ("cpmrt_gpu_temperature_celsius", "Temperature of the GPU", 1.0),
 }
 """A reading's name -> that of its metric, what it is, and the metric's unit in that of the reading."""
-_RUNNING = (Phase.PREFILL, Phase.DECODE)
+_RUNNING = (Phase.PREFILL, Phase.DECODE, Phase.PAUSED)
 
 
 def device_name(llm: LLM) -> str:
@@ -104,9 +104,9 @@ class Metrics:
         running = [seq for seq in sequences if seq.phase in _RUNNING]
         loans = llm.engine.slots.loans if llm is not None else ()
         self._running.set(len(running) + len(loans))
-        self._waiting.set(len(jobs) - len(running))
+        self._waiting.set(sum(seq.phase is Phase.WAITING for seq in sequences))
         self._ready.set(llm is not None)
-        resident = [seq.num_prefilled + len(seq.token_ids) for seq in running] + [loan.num_tokens for loan in loans]
+        resident = [seq.num_written for seq in running] + [loan.num_tokens for loan in loans]
         self._pages.set(sum(map(pages_for, resident)))
         if llm is not None:
             self._describe(llm)

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,9 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import saying_llm, serving
 
 import cpmrt
+from cpmrt.config import Sampling
+from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.executor import ExecutorLimits
 from cpmrt.gpu_readings import GpuReadings
-from cpmrt.server.metrics import GpuCollector
+from cpmrt.server.metrics import GpuCollector, Metrics
 
 DASHBOARD = Path(cpmrt.__file__).parent / "deploy" / "grafana_dashboard.json"
 SLOW = 0.005
@@ -177,3 +180,22 @@ def test_prompts_that_are_embedded_hold_slots_and_pages(demo):
     assert (4, True) in told
     demo.wait_idle()
     assert demo.metric("cpmrt_sequences_running") == demo.metric("cpmrt_kv_pages_used") == 0
+
+
+@pytest.mark.parametrize(("phase", "running"), [
+    (Phase.WAITING, 0), (Phase.PREFILL, 1), (Phase.DECODE, 1), (Phase.PAUSED, 1), (Phase.FINISHED, 0),
+])  # fmt: skip
+def test_a_sequence_waits_or_holds_a_slot(phase, running):
+    seq = Sequence(Request(tuple(range(100)), Sampling(), 0, (), 50), phase=phase)
+    values = samples(Metrics("m", 1).text((SimpleNamespace(sequence=seq),), None).decode())
+    assert values["cpmrt_sequences_running", ()] == running
+    assert values["cpmrt_sequences_waiting", ()] == (phase is Phase.WAITING)
+
+
+def test_an_answer_that_goes_on_behind_a_pause_fills_its_pages_once():
+    seq = Sequence(Request(tuple(range(100)), Sampling(), 0, (), 150), phase=Phase.DECODE)
+    seq.token_ids = [7] * 120
+    seq.text = seq.all_token_ids
+    seq.num_prefilled = seq.num_computed = len(seq.text)
+    values = samples(Metrics("m", 1).text((SimpleNamespace(sequence=seq),), None).decode())
+    assert values["cpmrt_kv_pages_used", ()] == 4
