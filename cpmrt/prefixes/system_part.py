@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from cpmrt.text.messages import SYSTEM_ROLES
+
 Message = Mapping[str, Any]
 TokensOf = Callable[[Sequence[Message]], Sequence[int]]
-_ROLES = ("system", "developer")
 
 
 def system_part(token_ids: Sequence[int], messages: Sequence[Message], tokens_of: TokensOf) -> tuple[int, ...]:
@@ -16,7 +17,7 @@ def system_part(token_ids: Sequence[int], messages: Sequence[Message], tokens_of
 
     `tokens_of` renders messages as the chat's own were rendered.
     """
-    leading = list(takewhile(lambda message: message.get("role") in _ROLES, messages))
+    leading = list(takewhile(lambda message: message.get("role") in SYSTEM_ROLES, messages))
     other = tokens_of([*leading, {"role": "user", "content": "?"}])
     pairs = zip(token_ids, other, strict=False)
     return tuple(token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -23,11 +23,12 @@ _READ_BYTES = 16 << 20
 def read_texts(path: Path) -> Iterator[str]:
     """Yield the documents of a text file, of a .jsonl file (its "text" fields), or of all such files under a folder.
 
-    A folder's files come in an order that favours none of its parts; at most 16 MB of each are read.
+    A folder's files come in an order that favours none of its parts; at most 16 MB of each are read. No link in it may
+    lead out of its folder; a file that is named itself may be any.
     Raises CheckpointError.
     """
     if not path.is_dir():
-        yield from _documents(path)
+        yield from _documents(path, anywhere=True)
         return
     files = [file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
     if not files:
@@ -36,8 +37,8 @@ def read_texts(path: Path) -> Iterator[str]:
         yield from _documents(file)
 
 
-def _documents(path: Path) -> Iterator[str]:
-    with open_file(path) as file, reading(path):
+def _documents(path: Path, *, anywhere: bool = False) -> Iterator[str]:
+    with open_file(path, anywhere=anywhere) as file, reading(path):
         raw = file.read(_READ_BYTES)
     if b"\0" in raw:
         raise CheckpointError(
@@ -54,7 +55,7 @@ def _documents(path: Path) -> Iterator[str]:
             continue
         try:
             document = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path}: line {number}", expected='a JSON object with "text"') from error
         yield str(document)
 

@@ -14,7 +14,8 @@ from cpmrt.text.markers import ANSWER_MARKERS
 from cpmrt.text.marks import Marks
 
 _MAX_DEPTH = 64
-_TRUSTED_ROLES = ("system", "developer")
+SYSTEM_ROLES = ("system", "developer")
+"""Who speaks for the operator: such messages are trusted, and other chats may begin with them too."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -58,7 +59,7 @@ def marked_variables(variables: dict[str, object], marks: Marks | None) -> dict[
 
 def _marked_message(message: dict[str, object], marks: Marks) -> dict[str, object]:
     role = message["role"]
-    if role in _TRUSTED_ROLES:
+    if role in SYSTEM_ROLES:
         return message
     if role == "assistant":
         marked = marks.put_on_tokens(message, but=ANSWER_MARKERS)

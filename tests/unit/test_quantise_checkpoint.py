@@ -368,6 +368,22 @@ def test_calibration_text(tmp_path, model):
         token_windows(["ab"], tokenizer, 1, 100)
 
 
+def test_a_link_is_read_where_it_is_named_itself(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.txt").write_text("a")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "there" / "a.txt")
+    assert list(read_texts(tmp_path / "texts" / "b.txt")) == ["a"]
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        list(read_texts(tmp_path / "texts"))
+
+
+def test_a_line_of_calibration_text_that_is_nested_too_deep_is_named(tmp_path):
+    (tmp_path / "deep.jsonl").write_text('{"text": "x"}\n' + "[" * 200_000)
+    with pytest.raises(CheckpointError, match="line 2"):
+        list(read_texts(tmp_path / "deep.jsonl"))
+
+
 def test_a_file_with_a_tensor_missing_is_not_finished(tmp_path):
     plans = {"a": TensorPlan("F16", (3,)), "b": TensorPlan("I32", (2, 2))}
     with pytest.raises(ValueError, match="never written"), SafetensorsWriter(tmp_path / "x", plans) as writer:
