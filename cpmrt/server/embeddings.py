@@ -14,6 +14,7 @@ from cpmrt.server.json_body import Fields, shown
 from cpmrt.server.responses import json_parts
 from cpmrt.server.schema import check_model, read_prompts
 from cpmrt.server.service import Service
+from cpmrt.server.unused_fields import REFUSED_IN_EMBEDDINGS, check_unused
 from cpmrt.sharing.jobs import Reading
 
 MAX_INPUTS = 2048
@@ -32,6 +33,7 @@ class Embeddings:
         self._model = service.settings.model_name
         fields = Fields(body)
         check_model(fields, service.settings.model_names)
+        check_unused(fields, REFUSED_IN_EMBEDDINGS)
         prompts = read_prompts(fields, "input", MAX_INPUTS)
         self._is_base64 = _one_of(fields, "encoding_format", _FORMATS) == "base64"
         normalizes = fields.boolean("normalize") is not False

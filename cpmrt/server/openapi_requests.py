@@ -91,6 +91,8 @@ _SHARED: Schema = {
     "stream": optional("boolean", default=False),
     "stream_options": {"anyOf": [NULL, object_of({}, {"include_usage": optional("boolean")})]},
 }
+_OF_TEMPLATES = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "allow_special_tokens")
+"""Fields of chats that say what the template gets besides the messages."""
 _ARGUMENTS = optional("string", "object", description="A JSON object, or a string with one")
 _OPTIONS_OF_STREAMS = unless({"stream_options": NULL}, {"stream": TRUE})
 
@@ -112,7 +114,7 @@ def request_schemas() -> Schema:
         "add_generation_prompt": optional("boolean", default=True),
         "return_token_strs": optional("boolean", default=False),
         "with_pieces": optional("boolean", default=False),
-        **{name: chat[name] for name in ("tools", "tool_choice", "chat_template_kwargs", "allow_special_tokens")},
+        **{name: chat[name] for name in _OF_TEMPLATES},
     }
     return {
         "ChatRequest": object_of(
@@ -220,8 +222,10 @@ def _responses_fields() -> Schema:
         object_of({"type": {"enum": ["text", "json_object"]}}),
         object_of({"type": {"const": "json_schema"}, "schema": {"type": "object"}}),
     ]
+    others = ("n", "response_format", "stream_options")
     return {
-        **{name: rule for name, rule in _SHARED.items() if name not in ("response_format", "n", "stream_options")},
+        **{name: rule for name, rule in _SHARED.items() if name not in others},
+        **_unused(),
         "instructions": optional("string", description="The system message"),
         "max_output_tokens": _MAX_TOKENS,
         "tools": optional("array", items=function, maxItems=MAX_TOOLS),
@@ -236,6 +240,7 @@ def _responses_fields() -> Schema:
         "include": optional("array", items={"not": {"const": "message.output_text.logprobs"}}),
         "text": {"anyOf": [NULL, object_of({}, {"format": {"anyOf": form}})]},
         "reasoning": {"anyOf": [NULL, object_of({}, {"effort": {"enum": [*REASONING_EFFORTS, None]}})]},
+        **{name: _chat_fields()[name] for name in ("chat_template_kwargs", "allow_special_tokens")},
     }
 
 
@@ -266,6 +271,7 @@ def _completion_fields() -> Schema:
 def _embedding_fields() -> Schema:
     return {
         "model": _SHARED["model"],
+        **_unused(),
         "encoding_format": {"enum": ["float", "base64", None]},
         "dimensions": ref("Dimensions") | {"description": "The size of the vectors, which is the model's own"},
         "pooling": {"enum": ["mean", "last", None], "description": "The mean of all tokens, or the last one's state"},

@@ -106,7 +106,7 @@ def read_chat(body: dict[str, Any], models: Sequence[str]) -> ChatRequest:
         messages=read_messages(fields),
         tools=tools,
         called=called,
-        template_kwargs=_thinking_kwargs(fields) | read_template_kwargs(fields),
+        template_kwargs=read_template_kwargs(fields),
         allow_special_tokens=fields.boolean("allow_special_tokens") is True,
         one_call=fields.boolean("parallel_tool_calls") is False or is_named,
         wanted=read_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
@@ -218,14 +218,14 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
 
 
 def read_template_kwargs(fields: Fields) -> dict[str, Any]:
-    """Read the variables that a request sets for the chat template."""
+    """Read the variables that a request sets for the chat template, those of its `reasoning_effort` too."""
     template_kwargs = fields.mapping("chat_template_kwargs") or {}
     if len(template_kwargs) > MAX_TEMPLATE_VARIABLES:
         problem = f"expected at most {MAX_TEMPLATE_VARIABLES} variables, got {len(template_kwargs)}"
         raise invalid("chat_template_kwargs", problem)
     for name in RESERVED_TEMPLATE_NAMES & set(template_kwargs):
         raise invalid(f"chat_template_kwargs.{name}", "this variable is the server's own")
-    return template_kwargs
+    return _thinking_kwargs(fields) | template_kwargs
 
 
 def check_role(role: Any, where: str) -> str:

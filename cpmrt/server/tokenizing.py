@@ -15,6 +15,7 @@ from cpmrt.server.fill_in_middle import markers_of
 from cpmrt.server.json_body import Fields, whole_numbers
 from cpmrt.server.schema import read_messages, read_template_kwargs, read_tools
 from cpmrt.server.service import Service
+from cpmrt.server.unused_fields import REFUSED_IN_TOKENIZE, check_unused
 from cpmrt.text import Tokenizer
 
 
@@ -41,7 +42,7 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     if fields.boolean("return_token_strs"):
         answer["token_strs"] = [written(tokenizer, token) for token in ids]
     if fields.boolean("with_pieces"):
-        answer["tokens"] = [{"id": token, "piece": written(tokenizer, token)} for token in ids]
+        answer["tokens"] = [{"id": token, "piece": _piece(tokenizer, token)} for token in ids]
     return answer
 
 
@@ -83,6 +84,15 @@ def written(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.written_bytes(token_id).decode("utf-8", "replace")
 
 
+def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
+    """Return the text of one token, or its bytes if they are no text by themselves."""
+    written_bytes = tokenizer.written_bytes(token_id)
+    try:
+        return written_bytes.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(written_bytes)
+
+
 def _encoder(tokenizer: Tokenizer, fields: Fields, *, begins: bool) -> Callable[[str], list[int]]:
     """Return what makes tokens of a text; `begins`: behind BOS, if the request does not say. Raises ApiError 400."""
     for name in ("add_special_tokens", "add_special"):
@@ -95,6 +105,7 @@ def _encoder(tokenizer: Tokenizer, fields: Fields, *, begins: bool) -> Callable[
 
 def _template_fields(fields: Fields) -> dict[str, Any]:
     """Read what a chat's template gets besides the messages. Raises ApiError 400, with and without messages."""
+    check_unused(fields, REFUSED_IN_TOKENIZE)
     return {
         "tools": read_tools(fields) or None,
         "add_generation_prompt": fields.boolean("add_generation_prompt") is not False,

@@ -139,6 +139,7 @@ REFUSED_IN_RESPONSES: dict[str, Refused] = {
     "messages": ((), "use input"),
     "n": ((1,), _USE_CHATS),
     "logprobs": ((False,), _USE_CHATS),
+    "system": (("",), "use instructions"),
     "truncation": (("disabled",), "shorten the input"),
 }
 
@@ -154,6 +155,10 @@ REFUSED_IN_MESSAGES: dict[str, Refused] = {
     "chat_template_kwargs": (({},), _USE_THINKING),
     "parallel_tool_calls": ((True,), "use tool_choice, which has disable_parallel_tool_use"),
     "logprobs": ((False,), _USE_CHATS),
+    "top_logprobs": ((0,), _USE_CHATS),
+    "allow_special_tokens": ((False,), _USE_CHATS),
+    "functions": (([],), "use tools"),
+    "function_call": (("none",), "use tool_choice"),
 }
 
 REFUSED_IN_INFILL: dict[str, Refused] = {
@@ -163,6 +168,16 @@ REFUSED_IN_INFILL: dict[str, Refused] = {
     "suffix": (("",), "use input_suffix"),
     "logprobs": ((0, False), "use /v1/completions"),
 }
+
+REFUSED_IN_EMBEDDINGS: dict[str, Refused] = {
+    "truncate_prompt_tokens": ((), "shorten the texts"),
+    "add_special_tokens": ((True,), "give token ids, such as /tokenize has"),
+}
+
+_OF_TOKENIZED_CHATS = (
+    "continue_final_message", "chat_template", "documents", "enable_thinking", "system", "instructions", "functions",
+)  # fmt: skip
+REFUSED_IN_TOKENIZE = {name: REFUSED_IN_CHATS[name] for name in _OF_TOKENIZED_CHATS}
 
 _READERS: dict[str, Callable[[Fields, str], object]] = {
     "string": Fields.string,

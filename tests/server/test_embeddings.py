@@ -82,6 +82,8 @@ def test_more_texts_than_slots_beside_a_stream(demo, client):
     ({"encoding_format": "int8"}, openai.BadRequestError, "encoding_format"),
     ({"dimensions": 3}, openai.BadRequestError, "dimensions"),
     ({"extra_body": {"pooling": "first"}}, openai.BadRequestError, "pooling"),
+    ({"extra_body": {"truncate_prompt_tokens": 2}}, openai.BadRequestError, "truncate_prompt_tokens"),
+    ({"extra_body": {"add_special_tokens": False}}, openai.BadRequestError, "add_special_tokens"),
 ])  # fmt: skip
 def test_what_is_refused_names_the_field(client, fields, error, param):
     with pytest.raises(error) as caught:

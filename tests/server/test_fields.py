@@ -109,16 +109,56 @@ def test_other_endpoints_refuse_what_they_have_by_another_name(says, path, body,
     assert answer.status_code == 400 and message.startswith(f"{field} is not supported: use {instead}"), message
 
 
-@pytest.mark.parametrize(("fields", "text"), [({"stop": "ll"}, "he"), ({"n": 1, "logprobs": False}, "hello")])
-def test_responses_take_the_stops_of_chats(says, fields, text):
-    answer = says.client.post("/v1/responses", json={"input": "say(hello)yas", **fields}).json()
-    assert answer["output"][0]["content"][0]["text"] == text
-
-
 def test_responses_take_the_forms_of_chats(says):
     """That this executor has none is what it says to a form that was read."""
     answer = says.client.post("/v1/responses", json={"input": "x", "guided_regex": "[a-c]{2}"})
     assert answer.status_code == 400 and "takes no schemas" in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize("fields", [
+    {"max_tokens": 5}, {"max_completion_tokens": 5}, {"n": 2}, {"stop_sequences": ["x"]}, {"logprobs": True},
+    {"response_format": {"type": "json_object"}}, {"reasoning_effort": "none"}, {"enable_thinking": False},
+    {"thinking": {"type": "disabled"}}, {"messages": [{"role": "user", "content": "x"}]}, {"system": "Be brief."},
+    {"functions": [{}]}, {"function_call": "auto"},
+], ids=json.dumps)  # fmt: skip
+def test_what_only_responses_refuse(says, fields):
+    answer = says.client.post("/v1/responses", json={"input": "say(ok)yas"} | fields)
+    (name,) = fields
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+    assert answer.json()["error"]["message"].startswith(f"{name} is not supported: ")
+
+
+@pytest.mark.parametrize("fields", [
+    {"stop": ["x"]}, {"max_completion_tokens": 5}, {"max_output_tokens": 5}, {"logprobs": True}, {"top_logprobs": 2},
+    {"reasoning_effort": "none"}, {"enable_thinking": False}, {"reasoning": {"effort": "none"}},
+    {"chat_template_kwargs": {"enable_thinking": False}}, {"instructions": "Be brief."},
+    {"parallel_tool_calls": False}, {"allow_special_tokens": True}, {"functions": [{}]}, {"function_call": "auto"},
+], ids=json.dumps)  # fmt: skip
+def test_what_only_messages_refuse(says, fields):
+    body = {"messages": [{"role": "user", "content": "say(ok)yas"}], "max_tokens": 9}
+    error = says.client.post("/v1/messages", json=body | fields).json()["error"]
+    (name,) = fields
+    assert error["message"].startswith(f"{name} is not supported: ")
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/responses", {"input": "x", "n": 1, "logprobs": False, "system": "", "functions": [], "stop": None}),
+    ("/v1/messages", {
+        "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "logprobs": False, "top_logprobs": 0,
+        "parallel_tool_calls": True, "allow_special_tokens": False, "stop": [], "instructions": "",
+    }),
+])  # fmt: skip
+def test_fields_of_other_endpoints_that_ask_for_nothing_are_accepted(says, path, body):
+    assert says.client.post(path, json=body).status_code == 200
+
+
+@pytest.mark.parametrize(("fields", "text"), [
+    ({}, "hello"), ({"stop": "l"}, "he"), ({"stop": ["o", "x"]}, "hell"), ({"stop": None}, "hello"),
+], ids=json.dumps)  # fmt: skip
+def test_responses_end_where_chats_do(says, fields, text):
+    chat = ask(says, fields, text="say(hello)yas").json()["choices"][0]["message"]["content"]
+    response = says.client.post("/v1/responses", json={"input": "say(hello)yas"} | fields).json()
+    assert response["output"][0]["content"][0]["text"] == chat == text
 
 
 @pytest.mark.parametrize(("fields", "param"), [

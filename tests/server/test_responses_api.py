@@ -168,6 +168,22 @@ def test_structured_text(demo):
         assert stream.get_final_response().output_parsed == parsed.output_parsed
 
 
+@pytest.mark.parametrize("fields", [
+    {"guided_choice": ["rain", "sun"]}, {"structured_outputs": {"choice": ["rain", "sun"]}}, {"regex": "rain|sun"},
+], ids=json.dumps)  # fmt: skip
+def test_the_words_of_others_for_a_form(demo, fields):
+    pytest.importorskip("llguidance")
+    answer = client_of(demo).responses.create(model="demo", input="?", extra_body=fields)
+    assert answer.output_text in ("rain", "sun")
+
+
+def test_a_bias(demo):
+    token = demo.engine.llm.tokenizer.encode(" sun", add_special_tokens=False)[0]
+    fields = {"logit_bias": {str(token): 100}, "ignore_eos": True}
+    answer = client_of(demo).responses.create(model="demo", input="?", max_output_tokens=3, extra_body=fields)
+    assert answer.output_text == demo.engine.llm.tokenizer.decode([token] * 3)
+
+
 def test_a_tool_that_must_be_called(tmp_path):
     pytest.importorskip("llguidance")
     tools = [{"type": "function", "name": name, "parameters": schema} for name, schema in SCHEMAS.items()]

@@ -56,9 +56,17 @@ def test_the_tokens_of_a_chat_are_those_that_a_chat_takes(demo):
     assert answered["choices"][0]["message"]["content"] == continued
 
 
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("high", True)])
+def test_the_effort_is_told_to_the_template_as_for_an_answer(says, effort, thinks):
+    told = [{"reasoning_effort": effort}, {"chat_template_kwargs": {"enable_thinking": thinks}}]
+    one, other = (says.client.post("/tokenize", json={"messages": CHAT} | fields).json() for fields in told)
+    assert one == other
+
+
 def test_pieces_as_llama_cpp_has_them(says):
+    """Those that are no text by themselves are arrays of bytes."""
     answer = says.client.post("/tokenize", json={"content": "é", "with_pieces": True, "add_special": True}).json()
-    assert [each["piece"] for each in answer["tokens"]] == ["<s>", "\ufffd", "\ufffd"] and answer["count"] == 3
+    assert [each["piece"] for each in answer["tokens"]] == ["<s>", [0xC3], [0xA9]] and answer["count"] == 3
     ids = [each["id"] for each in answer["tokens"]]
     assert says.client.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "<s>é", "content": "<s>é"}
 
@@ -164,6 +172,9 @@ def test_infill_for_no_token_warms_the_cache_only(fills):
 @pytest.mark.parametrize(("path", "body", "param"), [
     ("/tokenize", {"messages": []}, "messages"),
     ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
+    ("/tokenize", {"messages": CHAT, "continue_final_message": True}, "continue_final_message"),
+    ("/tokenize", {"messages": CHAT, "chat_template": "x"}, "chat_template"),
+    ("/tokenize", {"messages": CHAT, "reasoning_effort": "hard"}, "reasoning_effort"),
     ("/tokenize", {"prompt": 5}, "prompt"),
     ("/tokenize", {"prompt": "x", "with_pieces": "yes"}, "with_pieces"),
     ("/detokenize", {"tokens": [True]}, "tokens"),
