@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _api_key(args: argparse.Namespace) -> str | None:
     """Return the key that the option gives, else that of the environment. Raises ConfigError."""
-    key, source = (args.api_key, "--api-key") if args.api_key else (env.api_key(), "CPMRT_API_KEY")
+    key, source = (env.api_key(), "CPMRT_API_KEY") if args.api_key is None else (args.api_key, "--api-key")
     if key is not None:
         check_key(key, source)
     return key

@@ -125,8 +125,6 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the keys that the options give, else that of the environment. Raises ConfigError."""
     from cpmrt.server.access import check_key, read_keys
 
-    if not all(key.strip() for key in args.api_key):
-        raise ConfigError("--api-key is empty", expected="a key", fix="leave it out to ask for none")
     for key in args.api_key:
         check_key(key, "--api-key")
     keys = (*args.api_key, *(read_keys(args.api_key_file) if args.api_key_file else ()))

@@ -14,10 +14,13 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class ApiKeys:
-    """The keys of which a request must send one, as `Authorization: Bearer KEY` or, as Anthropic's API, `x-api-key`."""
+    """The keys of which a request must send one, as `Authorization: Bearer KEY` or, as Anthropic's API, `x-api-key`.
+
+    Raises ConfigError for an empty one.
+    """
 
     def __init__(self, keys: Iterable[str]):
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [_checked_digest(key) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -34,6 +37,11 @@ def _key_in(name: bytes, value: bytes) -> bytes | None:
         return value.strip()
     scheme, _, token = value.partition(b" ") if name == b"authorization" else (b"", b"", b"")
     return token.strip() if scheme.lower() == b"bearer" else None
+
+
+def _checked_digest(key: str) -> bytes:
+    _check_not_empty(key, "an API key")
+    return _digest(key.encode())
 
 
 def _digest(key: bytes) -> bytes:
@@ -60,15 +68,22 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_key(key: str, source: str) -> None:
-    """Raise ConfigError, which says where the key is from but not what it is, if no header can carry it.
+    """Raise ConfigError, which says where the key is from but not what it is, if it is empty or no header can carry it.
 
     Clients differ in how they encode other characters, if they do at all, and spaces at the ends get lost on the way.
     """
+    _check_not_empty(key, source)
     if not (key.isascii() and key.isprintable() and key == key.strip()):
         raise ConfigError(
             f"{source} cannot be sent in an HTTP header", expected="printable ASCII, without spaces at its ends",
             fix="choose another key",
         )  # fmt: skip
+
+
+def _check_not_empty(key: str, source: str) -> None:
+    """Raise ConfigError for a key that would let everybody in, such as that of a variable which is not set."""
+    if not key.strip():
+        raise ConfigError(f"{source} is empty", expected="a key", fix="leave it out to have none")
 
 
 def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:

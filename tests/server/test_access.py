@@ -92,6 +92,13 @@ def test_a_key_that_is_empty_is_refused(key, capsys):
     assert "--api-key is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["", " "])
+def test_no_server_takes_a_key_that_is_none(key):
+    """Whoever starts it: Ray Serve's settings do not come from the command line."""
+    with pytest.raises(ConfigError, match="an API key is empty"):
+        ApiKeys(["sesame", key])
+
+
 def test_every_name_of_the_model_is_taken_and_listed(guarded):
     cards = guarded.client.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["demo", "gpt-4o", "any"] and {card["root"] for card in cards} == {"demo"}

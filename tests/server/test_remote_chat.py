@@ -211,6 +211,13 @@ def test_a_key_that_the_server_wants(chat, tmp_path, capsys, monkeypatch):
         assert chat(server.url, "hi\n") == 0 and capsys.readouterr().out == "ok\nok\n"
 
 
+def test_a_key_that_is_empty_is_not_another_one(chat, capsys, monkeypatch):
+    """Such as that of a variable which is not set: the key of the environment may be one for another server."""
+    monkeypatch.setenv("CPMRT_API_KEY", "sesame")
+    assert chat("http://127.0.0.1:1", "hi\n", "--api-key", "") == 1
+    assert "error: --api-key is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("key", ["ö", "é€", "a\nb"])
 def test_a_key_that_no_header_can_carry_is_refused(chat, capsys, monkeypatch, key):
     url, wanted = "http://127.0.0.1:1", "cannot be sent in an HTTP header: expected printable ASCII"
