@@ -96,8 +96,10 @@ class SharedEngine:
     def next(self, inbox: Inbox) -> Item:
         """Return the next item that comes to the inbox. The calling thread drives the engine or sleeps meanwhile.
 
-        Raises whatever the caller's listener raises, and KeyboardInterrupt between two steps.
+        Raises whatever the caller's listener raises, KeyboardInterrupt between two steps, and ClosedError in a forked
+        process.
         """
+        self._check_process()
         while True:
             message = self._message(inbox)
             if isinstance(message, tuple):
@@ -175,13 +177,16 @@ class SharedEngine:
         return job is not None
 
     def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise _closed()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ClosedError(
                 "the model belongs to the process that this one was forked from",
                 fix="make an LLM in this process, or start it with multiprocessing's method 'spawn'",
             )
-        if self._is_closed:
-            raise _closed()
 
     def _message(self, inbox: Inbox) -> Message:
         """Return the next message at the inbox; the calling thread drives the engine or sleeps until one comes."""

@@ -1,6 +1,7 @@
 """Threads that share one engine, on a scripted executor: random calls, each with the answer it has alone."""
 
 import gc
+import os
 import random
 import threading
 import time
@@ -214,6 +215,21 @@ def test_a_reading_that_cannot_be_left_cleanly_ends_all_the_same(closes):
         shared.cancel((reading,))
         assert shared.next(first)[1].error is None
         check_whole(shared)
+
+
+def test_a_forked_process_reads_no_stream_of_its_parent(monkeypatch):
+    shared = shared_engine()
+    streams = [TextStream(shared, generation([5], 12, seed)) for seed in (1, 2)]
+    first = [next(stream).token_ids for stream in streams]
+    own = os.getpid()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: own + 1)
+        with pytest.raises(ClosedError, match="forked"):
+            next(streams[0])
+        streams[0].close()
+        assert not list(streams[0])
+    rest = [token for piece in streams[1] for token in piece.token_ids]
+    assert [*first[1], *rest] == plain_continuation([5], 2, 12, set())
 
 
 def test_a_reading_that_fails_tells_its_caller():
