@@ -177,7 +177,8 @@ class AsyncLLM:
         self._llm.__reduce__()
 
     async def _make(self, make: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return `make(...)`, computed in a thread of its own."""
+        """Return `make(...)`, computed in a thread of its own. Raises ClosedError where no answer can follow."""
+        self._llm.shared.check_usable()  # a forked process would wait for threads that it has not
         call = partial(copy_context().run, make, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._makers, call)
 

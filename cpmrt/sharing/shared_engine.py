@@ -86,6 +86,12 @@ class SharedEngine:
         self._prepare(jobs, receiver)
         self._commands.append(partial(self._run_add, jobs))
 
+    def check_usable(self) -> None:
+        """Raise ClosedError after `close` and in a forked process."""
+        self._check_process()
+        if self._is_closed:
+            raise _closed()
+
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End these jobs, now or before the next step. No effect on those that have ended."""
         if os.getpid() == self._process:
@@ -161,7 +167,7 @@ class SharedEngine:
 
     def _prepare(self, jobs: Sequence[Job], receiver: Receiver) -> None:
         """Give jobs what they need to be added. Raises as `submit` does."""
-        self._check_usable()
+        self.check_usable()
         for job in jobs:
             job.receiver = receiver
             if isinstance(job, Generation):
@@ -175,11 +181,6 @@ class SharedEngine:
             self._prepare([job], EndsInbox())
             self._commands.append(partial(self._run_remake, job))
         return job is not None
-
-    def _check_usable(self) -> None:
-        self._check_process()
-        if self._is_closed:
-            raise _closed()
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

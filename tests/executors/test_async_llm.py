@@ -2,7 +2,10 @@
 
 import asyncio
 import gc
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -32,6 +35,25 @@ def llm(checkpoint):
         yield made
 
 
+FORKED = """
+import asyncio, os, sys
+from cpmrt import AsyncLLM, ClosedError, LLM, SamplingParams
+
+llm = AsyncLLM(LLM(sys.argv[1], executor="reference"))
+few = SamplingParams(max_new_tokens=2)
+asyncio.run(llm.generate("x", few))  # starts its threads, which a fork has not
+if (child := os.fork()) == 0:
+    for call in (llm.generate("x", few), anext(llm.stream("x", few)), llm.score("x")):
+        try:
+            asyncio.run(asyncio.wait_for(call, 5))
+        except ClosedError as error:
+            print(error)
+    sys.stdout.flush()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
 async def until(condition):
     deadline = time.monotonic() + 20
     while not condition():
@@ -45,6 +67,13 @@ async def text_of(stream):
 
 def is_whole(llm):
     return llm.shared.is_idle and len(llm.engine.slots.free) == 3 and not llm.engine.cache.pool.num_held
+
+
+def test_a_forked_process_does_not_wait_for_threads_that_it_has_not(checkpoint):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(checkpoint)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    assert len(said) == 3 and all("forked" in line for line in said)
 
 
 def test_every_method_gives_what_the_blocking_one_gives(llm):
