@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from cpmrt.cli.chat_session import ChatSession
 
 _SWITCHES = {"on": True, "off": False}
+_NONE_IS = {"stop": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False, "loop_repeats": 0}
+"""What "none" means for the settings that always have a value."""
 _NOT_SETTINGS = {"n", "logprobs", "logit_bias", "stop_token_ids", "grammar_trigger", *FORM_FIELDS}
 
 
@@ -159,6 +161,10 @@ def _change(session: ChatSession, name: str, value: str) -> None:
 
 def _replaced(params: SamplingParams, name: str, value: str) -> SamplingParams:
     read: Any = _value(value)
+    if read is None:
+        read = _NONE_IS.get(name)
+    elif name == "stop" and not isinstance(read, (str, tuple)):
+        read = value  # a text that looks like a number or a switch
     try:
         return replace(params, **{name: read})
     except RequestError as error:

@@ -250,6 +250,18 @@ def test_settings_change_the_answers_that_follow(chat, checkpoint, prompts, caps
     assert [thinks for _, thinks in prompts[1:3]] == [None, True]
 
 
+@pytest.mark.parametrize(("lines", "shown"), [
+    ("/set stop x\n/set stop none", "stop []"), ("/set presence_penalty 2\n/set presence_penalty none", "penalty 0.0"),
+    ("/set frequency_penalty 2\n/set frequency_penalty default", "penalty 0.0"), ("/set ignore_eos none", "eos off"),
+    ("/set temperature 2\n/set temperature none", "temperature default"), ("/set loop_repeats none", "repeats 0"),
+    ("/set stop 5", 'stop ["5"]'), ("/set stop on", 'stop ["on"]'), ('/set stop ["a", "b"]', 'stop ["a", "b"]'),
+    ('/set stop "none"', 'stop ["none"]'),
+])  # fmt: skip
+def test_settings_can_be_taken_back_and_stop_takes_any_text(chat, capsys, lines, shown):
+    assert chat(f"{lines}\n", *SAMPLING) == 0
+    assert capsys.readouterr().err.endswith(f"{shown}\n")
+
+
 @pytest.mark.parametrize(("line", "message"), [
     ("/set temprature 1", "/set temprature: there is no such setting; did you mean temperature?"),
     ("/set temperature hot", "/set temperature: expected a number"),
