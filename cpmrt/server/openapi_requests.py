@@ -129,7 +129,7 @@ def request_schemas() -> Schema:
         "ResponsesRequest": object_of(
             {"input": {"anyOf": [STRING, array(_response_item(), minItems=1)]}},
             _responses_fields(),
-            [tool_choice],
+            [unless({"tool_choice": {"enum": ["none", "auto", None]}}, {"tools": array({}, minItems=1)})],
         ),
         "CompletionRequest": _completion_request(),
         **_message_requests(),

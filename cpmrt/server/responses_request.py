@@ -108,10 +108,13 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """Return the choice as chats have it: a function's name stands in an object of its own there."""
+    """Return the choice as chats have it: a function's name stands in an object of its own there.
+
+    "auto" is what no choice means, and may be said without tools here.
+    """
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    return None if choice == "auto" else choice
 
 
 def _format(wanted: Fields | None) -> dict[str, Any] | None:

@@ -147,7 +147,8 @@ def test_what_is_refused(says, fields, param):
 
 def test_what_asks_for_nothing_is_taken(says):
     fields = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
-    for each in (fields, {"truncation": None, "include": None}, {"include": []}):
+    without_tools = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}  # what the answers repeat
+    for each in (fields, {"truncation": None, "include": None}, {"include": []}, without_tools):
         assert says.client.post("/v1/responses", json={"input": "x", **each}).status_code == 200
 
 
