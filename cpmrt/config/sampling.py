@@ -159,7 +159,9 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def _biases(pairs: Any) -> tuple[tuple[int, float], ...]:
-    """Checked pairs, in the order of their token ids. A mapping counts as its items."""
+    """Checked pairs, in the order of their token ids. A mapping counts as its items, None as empty."""
+    if pairs is None:
+        return ()
     try:
         items = list(pairs.items() if isinstance(pairs, Mapping) else pairs)
     except TypeError:  # as of an array without dimensions, which has __iter__
@@ -192,7 +194,11 @@ def _is_token_id(value: Any) -> bool:
 
 
 def _members(values: object, name: str, expected: str, is_valid: Callable[[Any], bool]) -> tuple[Any, ...]:
-    """Return a list, tuple or set as a tuple; a set in its order, so that equal settings are equal."""
-    if not isinstance(values, (tuple, list, set, frozenset)) or not all(map(is_valid, values)):
+    """Return a list, tuple or set as a tuple; a set in its order, so that equal settings are equal. None is empty."""
+    if values is None:
+        return ()
+    if not isinstance(values, (tuple, list, set, frozenset)):
+        raise RequestError(f"SamplingParams.{name}", expected=f"a list of {expected}", actual=quoted(values))
+    if not all(map(is_valid, values)):
         raise RequestError(f"SamplingParams.{name}", expected=expected, actual=quoted(values))
     return tuple(sorted(values)) if isinstance(values, (set, frozenset)) else tuple(values)

@@ -153,6 +153,17 @@ def test_numbers_of_numpy_are_numbers(number):
     assert type(params.logit_bias[0][0]) is int
 
 
+def test_none_is_no_stop_and_no_bias():
+    """As in vLLM, where it is the default."""
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
+
+
+@pytest.mark.parametrize("ids", [3, np.array([3]), "3"], ids=str)
+def test_ids_that_are_no_list_are_told_so(ids):
+    with pytest.raises(RequestError, match="SamplingParams.stop_token_ids: expected a list of ids"):
+        SamplingParams(stop_token_ids=ids)
+
+
 HUGE = 10**5000
 """More digits than Python writes out."""
 
