@@ -63,7 +63,7 @@ class RequestError(CpmrtError):
 
 
 class ArgumentError(CpmrtError, TypeError):
-    """A call has an argument that the function does not take: of a name, or a type, that it has not."""
+    """A call has an argument of a name, or a type, that the function does not take."""
 
 
 class ClosedError(CpmrtError):
