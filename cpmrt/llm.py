@@ -123,7 +123,7 @@ class LLM:
             model, settings, revision=revision, hf_overrides=hf_overrides, sparse=sparse, draft=draft,
             speculate=speculate,
         )  # fmt: skip
-        self._seed, self._name = seed, "the bundled model" if model is None else str(model)
+        self._seed, self._name = settings.seed, "the bundled model" if model is None else str(model)
         self.config: ModelConfig = loaded.folder.config
         self.sampling_defaults: SamplingDefaults = loaded.folder.sampling
         self.tokenizer, self.chat_template = loaded.tokenizer, loaded.chat_template

@@ -76,8 +76,10 @@ class EngineConfig:
             raise ConfigError("prefix_dir", expected="the name of a folder", actual=quoted(self.prefix_dir))
         if self.prefix_dir is not None and not self.prefix_cache:
             raise ConfigError("prefix_dir", expected="nothing without the prefix cache", actual=quoted(self.prefix_dir))
-        if self.lm_head_bits not in (None, 4, 8) or isinstance(self.lm_head_bits, float):
+        bits = integer(self.lm_head_bits, 4, 8)
+        if self.lm_head_bits is not None and bits not in (4, 8):
             raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=quoted(self.lm_head_bits))
+        object.__setattr__(self, "lm_head_bits", bits)
         for switch in ("cuda_graphs", "dependent_launch", "lm_head_screen"):
             if not isinstance(getattr(self, switch), bool):
                 raise ConfigError(switch, expected="True | False", actual=quoted(getattr(self, switch)))

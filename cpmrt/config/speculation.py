@@ -192,9 +192,11 @@ class SpeculationConfig:
                 raise means_nothing(name, self.method)
 
     def _check_draft(self) -> None:
-        for name, bits in (("head_bits", self.head_bits), ("layer_bits", self.layer_bits)):
-            if bits not in (None, 4, 8) or isinstance(bits, float):
-                raise ConfigError(f"speculate: {name}", expected="4 | 8, or nothing", actual=quoted(bits))
+        for name, value in (("head_bits", self.head_bits), ("layer_bits", self.layer_bits)):
+            bits = integer(value, 4, 8)
+            if value is not None and bits not in (4, 8):
+                raise ConfigError(f"speculate: {name}", expected="4 | 8, or nothing", actual=quoted(value))
+            object.__setattr__(self, name, bits)
         least = self.min_confidence
         if least is not None and not (type(least) in (int, float) and 0 <= least <= 1):
             raise ConfigError("speculate: min_confidence", expected="a number in [0, 1]", actual=quoted(least))
