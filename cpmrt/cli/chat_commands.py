@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from cpmrt.cli.chat_session import ChatSession
 
 _SWITCHES = {"on": True, "off": False}
-_NONE_IS = {"stop": (), "presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False, "loop_repeats": 0}
-"""What "none" means for the settings that always have a value."""
+_NONE_IS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False, "loop_repeats": 0}
+"""What "none" means for the settings that take no None."""
 _NOT_SETTINGS = {"n", "logprobs", "logit_bias", "stop_token_ids", "grammar_trigger", *FORM_FIELDS}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cpmrt.config.integers import integer
+from cpmrt.config.integers import checked_bits, checked_integer
 from cpmrt.config.speculation import SpeculationConfig
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError, quoted
@@ -76,10 +76,7 @@ class EngineConfig:
             raise ConfigError("prefix_dir", expected="the name of a folder", actual=quoted(self.prefix_dir))
         if self.prefix_dir is not None and not self.prefix_cache:
             raise ConfigError("prefix_dir", expected="nothing without the prefix cache", actual=quoted(self.prefix_dir))
-        bits = integer(self.lm_head_bits, 4, 8)
-        if self.lm_head_bits is not None and bits not in (4, 8):
-            raise ConfigError("lm_head_bits", expected="4 | 8, or nothing", actual=quoted(self.lm_head_bits))
-        object.__setattr__(self, "lm_head_bits", bits)
+        object.__setattr__(self, "lm_head_bits", checked_bits("lm_head_bits", self.lm_head_bits))
         for switch in ("cuda_graphs", "dependent_launch", "lm_head_screen"):
             if not isinstance(getattr(self, switch), bool):
                 raise ConfigError(switch, expected="True | False", actual=quoted(getattr(self, switch)))
@@ -99,10 +96,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None and name in ("max_context", "memory_budget"):
                 continue
-            number = integer(value, low, high)
-            if number is None:
-                raise ConfigError(name, expected=f"an integer in [{low}, {high}]", actual=quoted(value))
-            object.__setattr__(self, name, number)
+            object.__setattr__(self, name, checked_integer(name, value, low, high))
         if self.steps_per_launch > 1 and not self.cuda_graphs:
             raise ConfigError(
                 "steps_per_launch", expected="1 without CUDA graphs", actual=self.steps_per_launch,

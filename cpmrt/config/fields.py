@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cpmrt.config.integers import integer
 from cpmrt.errors import ConfigError, quoted
 
 REQUIRED: Any = object()
@@ -40,7 +41,7 @@ class Fields:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        if integer(value, low, high) is None:
             raise self.fail(name, f"an integer in [{low}, {high}]")
         return value
 
@@ -87,7 +88,7 @@ class Fields:
         """An id or a list of ids below `vocab_size`; empty where the field is absent."""
         value = self.data.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+        if any(integer(i, 0, vocab_size - 1) is None for i in ids):
             raise self.fail(name, f"token ids in [0, {vocab_size})")
         return tuple(ids)
 

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from cpmrt.config.form import Form, choice_texts, form_of, schema_text
+from cpmrt.config.integers import integer
 from cpmrt.config.sampling_defaults import SamplingDefaults
 from cpmrt.errors import RequestError, quoted
 from cpmrt.keywords import checks_fields
@@ -190,7 +191,7 @@ def _token_ids(values: object) -> tuple[int, ...]:
 
 
 def _is_token_id(value: Any) -> bool:
-    return _is_number(value, Integral) and 0 <= value < 2**31
+    return integer(value, 0, 2**31 - 1) is not None
 
 
 def _members(values: object, name: str, expected: str, is_valid: Callable[[Any], bool]) -> tuple[Any, ...]:

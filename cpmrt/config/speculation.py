@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpmrt.config.integers import integer
+from cpmrt.config.integers import checked_bits, checked_integer, integer
 from cpmrt.errors import ConfigError, quoted
 
 DRAFT_METHODS = ("eagle2", "eagle3", "dspark", "model", "lookup")
@@ -34,10 +34,7 @@ class TreeShape:
     def __post_init__(self) -> None:
         limits = (("num_passes", 1, 32), ("top_k", 1, 32), ("tree_size", 2, MAX_NODES))
         for name, low, high in (*limits, ("lookup_length", 0, MAX_NODES - 1)):
-            value = getattr(self, name)
-            number = integer(value, low, high)
-            if number is None:
-                raise ConfigError(f"speculate: {name}", expected=f"an integer in [{low}, {high}]", actual=quoted(value))
+            number = checked_integer(f"speculate: {name}", getattr(self, name), low, high)
             object.__setattr__(self, name, number)
         if self.num_candidates > MAX_CANDIDATES:
             raise ConfigError(
@@ -179,10 +176,12 @@ class SpeculationConfig:
             raise ConfigError("speculate: lookup means nothing to method lookup", fix="name a model's draft beside it")
         is_path = isinstance(self.draft_vocab, str) and bool(self.draft_vocab)
         for name, value in (("draft_vocab", None if is_path else self.draft_vocab), ("window", self.window)):
-            if value is not None and (number := integer(value, 1, 2**31 - 1)) is None:
+            if value is None:
+                continue
+            number = integer(value, 1, 2**31 - 1)
+            if number is None:
                 raise ConfigError(f"speculate: {name}", expected="a positive integer", actual=quoted(value))
-            if value is not None:
-                object.__setattr__(self, name, number)
+            object.__setattr__(self, name, number)
         if self.residual_scale not in ("draft", "cpmcu"):
             raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=quoted(self.residual_scale))
         self._check_draft()
@@ -192,11 +191,8 @@ class SpeculationConfig:
                 raise means_nothing(name, self.method)
 
     def _check_draft(self) -> None:
-        for name, value in (("head_bits", self.head_bits), ("layer_bits", self.layer_bits)):
-            bits = integer(value, 4, 8)
-            if value is not None and bits not in (4, 8):
-                raise ConfigError(f"speculate: {name}", expected="4 | 8, or nothing", actual=quoted(value))
-            object.__setattr__(self, name, bits)
+        for name in ("head_bits", "layer_bits"):
+            object.__setattr__(self, name, checked_bits(f"speculate: {name}", getattr(self, name)))
         least = self.min_confidence
         if least is not None and not (type(least) in (int, float) and 0 <= least <= 1):
             raise ConfigError("speculate: min_confidence", expected="a number in [0, 1]", actual=quoted(least))
