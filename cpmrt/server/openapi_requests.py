@@ -104,7 +104,7 @@ def _unused() -> Schema:
 def request_schemas() -> Schema:
     chat, message = _chat_fields(), _chat_message()
     messages = array(message, minItems=1)
-    tool_choice = unless({"tool_choice": {"enum": ["none", None]}}, {"tools": array({}, minItems=1)})
+    tool_choice = _needs_tools("none")
     tokenize = {
         "prompt": optional("string"),
         "content": optional("string"),
@@ -128,8 +128,8 @@ def request_schemas() -> Schema:
         ),
         "ResponsesRequest": object_of(
             {"input": {"anyOf": [STRING, array(_response_item(), minItems=1)]}},
-            _responses_fields(),
-            [unless({"tool_choice": {"enum": ["none", "auto", None]}}, {"tools": array({}, minItems=1)})],
+            _responses_fields(chat),
+            [_needs_tools("none", "auto")],
         ),
         "CompletionRequest": _completion_request(),
         **_message_requests(),
@@ -140,6 +140,11 @@ def request_schemas() -> Schema:
         ),
         "DetokenizeRequest": object_of({"tokens": array(ref("TokenId"))}),
     }
+
+
+def _needs_tools(*others: str) -> Schema:
+    """Return the rule that a tool_choice needs tools, but for those `others`."""
+    return unless({"tool_choice": {"enum": [*others, None]}}, {"tools": array({}, minItems=1)})
 
 
 def _prompts(most: int) -> Schema:
@@ -213,7 +218,7 @@ def _response_item() -> Schema:
     }
 
 
-def _responses_fields() -> Schema:
+def _responses_fields(chat: Schema) -> Schema:
     function = object_of(
         {"type": {"const": "function"}, "name": STRING}, {"description": {}, "parameters": optional("object")}
     )
@@ -240,7 +245,7 @@ def _responses_fields() -> Schema:
         "include": optional("array", items={"not": {"const": "message.output_text.logprobs"}}),
         "text": {"anyOf": [NULL, object_of({}, {"format": {"anyOf": form}})]},
         "reasoning": {"anyOf": [NULL, object_of({}, {"effort": {"enum": [*REASONING_EFFORTS, None]}})]},
-        **{name: _chat_fields()[name] for name in ("chat_template_kwargs", "allow_special_tokens")},
+        **{name: chat[name] for name in ("chat_template_kwargs", "allow_special_tokens")},
     }
 
 

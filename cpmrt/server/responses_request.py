@@ -8,7 +8,7 @@ from cpmrt.server.answer_form import FORM_FIELDS
 from cpmrt.server.errors import invalid, unsupported
 from cpmrt.server.json_body import Fields, shown
 from cpmrt.server.schema import check_role
-from cpmrt.server.unused_fields import REFUSED_IN_RESPONSES, check_unused
+from cpmrt.server.unused_fields import REFUSED_IN_RESPONSES, USE_CHATS, check_unused
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -16,14 +16,6 @@ _SAME = (
     "max_thinking_tokens", "parallel_tool_calls", "chat_template_kwargs", "allow_special_tokens", *FORM_FIELDS,
 )  # fmt: skip
 """Fields that chats have under the same names."""
-_USE_CHATS = "use /v1/chat/completions"
-_UNSUPPORTED = {
-    "previous_response_id": "send the whole conversation as input: this server keeps none",
-    "conversation": "send the whole conversation as input: this server keeps none",
-    "prompt": "send the text itself",
-    "max_tool_calls": "use parallel_tool_calls",
-    "top_logprobs": _USE_CHATS,
-}
 CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -39,13 +31,10 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the chat that a request asks for. Raises ApiError 400."""
     fields = Fields(body)
     check_unused(fields, REFUSED_IN_RESPONSES)
-    for name, instead in _UNSUPPORTED.items():
-        if fields.raw(name) is not None:
-            raise unsupported(name, instead)
     if fields.boolean("background"):
         raise unsupported("background", "wait for the answer, or stream it")
     if "message.output_text.logprobs" in (fields.array("include") or []):
-        raise unsupported("include", _USE_CHATS)
+        raise unsupported("include", USE_CHATS)
     chat = {name: body[name] for name in _SAME if name in body}
     chat["messages"] = _messages(fields)
     chat["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(fields.array("tools") or [])] or None

@@ -35,8 +35,9 @@ _USE_MAX_TOKENS = "use max_tokens"
 _USE_MAX_OUTPUT_TOKENS = "use max_output_tokens"
 _USE_EFFORT = "use reasoning_effort, or chat_template_kwargs"
 _USE_A_MESSAGE = "use a message of the role system"
-_USE_CHATS = "use /v1/chat/completions"
+USE_CHATS = "use /v1/chat/completions"
 _USE_THINKING = "use thinking"
+_SEND_ALL = "send the whole conversation as input: this server keeps none"
 _STOPS_BEFORE = "answers end before their stop string"
 
 Refused = tuple[tuple[Any, ...], str]
@@ -120,7 +121,7 @@ REFUSED_IN_COMPLETIONS: dict[str, Refused] = {
     "max_completion_tokens": ((), _USE_MAX_TOKENS),
     "top_logprobs": ((0,), "logprobs is their number here"),
     "add_special_tokens": ((True,), "give token ids, such as /tokenize has"),
-    "tools": (([],), "use /v1/chat/completions"),
+    "tools": (([],), USE_CHATS),
 }
 
 _OWN_IN_RESPONSES = ("max_output_tokens", "instructions", "reasoning")
@@ -137,10 +138,15 @@ REFUSED_IN_RESPONSES: dict[str, Refused] = {
     "reasoning_effort": ((), "use reasoning, which has an effort"),
     "response_format": ((), "use text, which has a format"),
     "messages": ((), "use input"),
-    "n": ((1,), _USE_CHATS),
-    "logprobs": ((False,), _USE_CHATS),
+    "n": ((1,), USE_CHATS),
+    "logprobs": ((False,), USE_CHATS),
     "system": (("",), "use instructions"),
+    "top_logprobs": ((), USE_CHATS),
     "truncation": (("disabled",), "shorten the input"),
+    "previous_response_id": ((), _SEND_ALL),
+    "conversation": ((), _SEND_ALL),
+    "prompt": ((), "send the text itself"),
+    "max_tool_calls": ((), "use parallel_tool_calls"),
 }
 
 REFUSED_IN_MESSAGES: dict[str, Refused] = {
@@ -154,9 +160,9 @@ REFUSED_IN_MESSAGES: dict[str, Refused] = {
     "enable_thinking": ((), _USE_THINKING),
     "chat_template_kwargs": (({},), _USE_THINKING),
     "parallel_tool_calls": ((True,), "use tool_choice, which has disable_parallel_tool_use"),
-    "logprobs": ((False,), _USE_CHATS),
-    "top_logprobs": ((0,), _USE_CHATS),
-    "allow_special_tokens": ((False,), _USE_CHATS),
+    "logprobs": ((False,), USE_CHATS),
+    "top_logprobs": ((0,), USE_CHATS),
+    "allow_special_tokens": ((False,), USE_CHATS),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tool_choice"),
 }
