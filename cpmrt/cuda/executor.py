@@ -58,7 +58,7 @@ from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.models import decoder
 from cpmrt.opening import Blueprint
-from cpmrt.ops import RowKind
+from cpmrt.ops import ANY_ROWS, RowKind
 
 if TYPE_CHECKING:
     from cpmrt.cuda.draft.speculation import Speculation
@@ -216,7 +216,8 @@ class CudaExecutor:
         certain, masks = step.certain or ((),) * len(step.slots), step.masks or (None,) * len(step.slots)
         self._rings.write_certain(step.slots, certain)
         if not any(certain):
-            self._run_masked(masks)
+            num_rows = _at_least(len(masks), self._row_counts)
+            self._run_masked(masks, self._lengths.narrowest(self._row_kinds[num_rows], step.slots, num_rows))
             return self._rings.sent(len(masks), self._logprobs_of(step.slots))
         rows, num_logprobs = list[Mask | None](), list[int]()
         of_slots = zip(certain, masks, self._logprobs_of(step.slots), strict=True)
@@ -226,10 +227,10 @@ class CudaExecutor:
         self._run_masked(rows)
         return WithCertain(self._rings.sent(len(rows), tuple(num_logprobs)), certain)
 
-    def _run_masked(self, masks: Sequence[Mask | None]) -> None:
-        """Start the decode step whose command is written; `masks`: of its rows."""
+    def _run_masked(self, masks: Sequence[Mask | None], kind: RowKind = ANY_ROWS) -> None:
+        """Start the decode step whose command is written; `masks`: of its rows, which all are of this kind."""
         self._masked.masks.write(self._rings.next_number, masks)
-        self._masked.run_decode(_at_least(len(masks), self._masked_counts))
+        self._masked.run_decode(_at_least(len(masks), self._masked_counts), kind)
 
     def _submit_prefill(self, step: Prefill) -> Pending:
         if step.is_last and step.mask is not None:
@@ -253,7 +254,7 @@ class CudaExecutor:
         self._resources.callback(masks.close)
         after_decode = None if self._speculation is None else self._speculation.after_decode
         launches = masked_launches(self._steps, self._forward, masks, after_decode)
-        return MaskedGraphs(self._graphs, masks, self._prepare_rows, *launches)
+        return MaskedGraphs(self._graphs, masks, self._prepare_rows, self._row_kinds, *launches)
 
     def _prepare_rows(self, num_rows: int) -> None:
         """Compile and load what a decode step of so many rows needs."""

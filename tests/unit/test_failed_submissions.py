@@ -64,7 +64,8 @@ def test_a_prompt_under_a_form_is_not_begun_where_its_first_token_cannot_be_samp
     graphs: Any = SimpleNamespace(add=refuse, run=started.append)
     masks: Any = SimpleNamespace(write=lambda number, rows: None)
     executor._graphs, executor._rings = graphs, SimpleNamespace(write=lambda step: None, next_number=NUMBER)
-    executor.__dict__["_masked"] = MaskedGraphs(graphs, masks, lambda rows: None, lambda rows: None, lambda: None)
+    launches: Any = lambda rows, kind: None, lambda: None
+    executor.__dict__["_masked"] = MaskedGraphs(graphs, masks, lambda rows: None, {}, *launches)
     with pytest.raises(MemoryPlanError):
         executor._submit_prefill(Prefill(0, (1, 2), 0, True, Mask()))
     assert not started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from cpmrt.cuda.ops.linear_packed.products import held_weights
 from cpmrt.cuda.precompile import known_device
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.lengths import Lengths
-from cpmrt.executor import Decode, Prefill
+from cpmrt.cuda.step.masks import MaskedGraphs
+from cpmrt.executor import Decode, Mask, Prefill
 from cpmrt.opening import described
 from cpmrt.ops import ANY_ROWS, SHORT_KEYS, RowKind
 from cpmrt.weights.model_folder import ModelFolder
@@ -94,6 +96,44 @@ def chosen(monkeypatch: pytest.MonkeyPatch, forward: StepForward, prompt: int, s
         assert (graph, rows) == ("decode", 1)
         found.append(kind)
     return found
+
+
+def masked_kinds(monkeypatch: pytest.MonkeyPatch, prompt: int, steps: Sequence[Decode]) -> list[tuple[int, RowKind]]:
+    """For how many rows and of which kind the graphs are that the executor runs for these steps under masks."""
+    made: Any = object.__new__(executor_module(monkeypatch).CudaExecutor)
+    forward, found = forward_of(EIGHT_B), list[tuple[int, RowKind]]()
+    made._row_counts, made._masked_counts, made._num_logprobs, made._lengths = (1, 2), (1, 2, 4), {}, Lengths(())
+    made._row_kinds = {count: forward.row_kinds(count) for count in made._row_counts}
+    made._rings = SimpleNamespace(write_certain=lambda *_: None, next_number=1, sent=lambda *_: None)
+    run_decode = lambda rows, kind: found.append((rows, kind))  # noqa: E731
+    made.__dict__["_masked"] = SimpleNamespace(masks=SimpleNamespace(write=lambda *_: None), run_decode=run_decode)
+    made._lengths.add(Prefill(1, (7,) * prompt, 0, True))
+    for step in steps:
+        made._lengths.add(step)
+        made._submit_masked(step)
+    return found
+
+
+def test_a_row_under_a_mask_is_short_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several rows of a sequence, which bring certain tokens, nothing is known."""
+    steps = [Decode((1,), masks=(Mask(),))] * 3
+    assert masked_kinds(monkeypatch, SHORT_KEYS - 2, steps) == [(1, SHORT), (1, SHORT), (1, ANY_ROWS)]
+    steps = [Decode((1,), masks=(Mask(),), certain=((5, 6),)), Decode((1,), masks=(Mask(),), certain=((),))]
+    assert masked_kinds(monkeypatch, 9, steps) == [(4, ANY_ROWS), (1, SHORT)]
+
+
+def test_graphs_under_masks_are_captured_for_all_kinds_at_once() -> None:
+    """A capture might wait for the device, which waits for the masks of the step before."""
+    captured, run, launched, prepared = list[Any](), list[Any](), list[Any](), list[int]()
+    graphs: Any = SimpleNamespace(add=lambda key, launch: captured.append(launch), run=run.append)
+    decode = lambda *form: launched.append(form)  # noqa: E731
+    masked = MaskedGraphs(graphs, None, prepared.append, {1: (SHORT, ANY_ROWS)}, decode, lambda: None)  # type: ignore[arg-type]
+    for rows, kind in ((1, SHORT), (1, ANY_ROWS), (4, ANY_ROWS), (1, SHORT)):
+        masked.run_decode(rows, kind)
+    for launch in captured:
+        launch()
+    assert launched == [(1, SHORT), (1, ANY_ROWS), (4, ANY_ROWS)] and set(prepared) == {1, 4}
+    assert run == [("masked", 1, SHORT), ("masked", 1, ANY_ROWS), ("masked", 4, ANY_ROWS), ("masked", 1, SHORT)]
 
 
 def test_a_row_is_short_until_it_has_more_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from cpmrt.cuda.load.tables import fill
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels
 from cpmrt.cuda.step.masks import MaskRing
+from cpmrt.ops import RowKind
 
 
 def run_on_padding(launcher: Launcher, graphs: Graphs, slots: DeviceArray, forward: Callable[[], None]) -> None:
@@ -69,13 +70,13 @@ def step_launches(
 
 def masked_launches(
     steps: StepKernels, forward: StepForward, masks: MaskRing, after_decode: Callable[[int], None] | None
-) -> tuple[Callable[[int], None], Callable[[], None]]:
-    """Return what decodes a number of rows, certain tokens among them, under masks, and what gives the token behind a
-    prompt under one."""
+) -> tuple[Callable[[int, RowKind], None], Callable[[], None]]:
+    """Return what decodes a number of rows of a kind, certain tokens among them, under masks, and what gives the token
+    behind a prompt under one."""
 
-    def decode(num_rows: int) -> None:
+    def decode(num_rows: int, kind: RowKind) -> None:
         steps.certain_begin(num_rows)
-        forward.decode(num_rows)
+        forward.decode(num_rows, kind=kind)
         steps.sample_masked(num_rows, masks, "sampled_slots")
         if after_decode is not None:
             after_decode(num_rows)

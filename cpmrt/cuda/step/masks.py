@@ -14,6 +14,7 @@ from cpmrt.cuda.driver.host_memory import HostBuffer
 from cpmrt.cuda.step.structs import RING_ENTRIES
 from cpmrt.errors import MaskError
 from cpmrt.executor import MAX_ROWS, Mask, TreeMasks
+from cpmrt.ops import ANY_ROWS, RowKind
 
 _CUT, _ANY, _MASKED = 0, 1, 2
 _FIRST = "first under a mask"
@@ -154,24 +155,27 @@ class MaskedTree:
 class MaskedGraphs:
     """Starts the graphs of steps with masks. They are captured when they are first needed: mostly nobody needs any.
 
-    `decode(rows)` and `first()` launch what is captured (`launches.masked_launches`); `prepare(rows)` comes before the
-    former.
+    `decode(rows, kind)` and `first()` launch what is captured (`launches.masked_launches`); `prepare(rows)` comes
+    before the former. `kinds`: those that a number of rows tells apart, if it tells any.
     """
 
     def __init__(
-        self, graphs: Graphs, masks: MaskRing, prepare: Callable[[int], None], decode: Callable[[int], None],
-        first: Callable[[], None],
+        self, graphs: Graphs, masks: MaskRing, prepare: Callable[[int], None],
+        kinds: Mapping[int, tuple[RowKind, ...]], decode: Callable[[int, RowKind], None], first: Callable[[], None],
     ):  # fmt: skip
-        self.masks = masks
+        self.masks, self._kinds = masks, kinds
         self._graphs, self._prepare, self._decode, self._first = graphs, prepare, decode, first
         self._captured = set[Hashable]()
 
-    def run_decode(self, num_rows: int) -> None:
-        """Start a decode step of so many rows, padding among them."""
-        key = "masked", num_rows
-        if key not in self._captured:
-            self._prepare(num_rows)
-        self._run(key, partial(self._decode, num_rows))
+    def run_decode(self, num_rows: int, kind: RowKind) -> None:
+        """Start a decode step of so many rows, padding among them, all of this kind. Those of all kinds are captured
+        with the first one: a later step may be submitted while one waits for its masks."""
+        for each in self._kinds.get(num_rows, (ANY_ROWS,)):
+            key = "masked", num_rows, each
+            if key not in self._captured:
+                self._prepare(num_rows)
+            self._capture(key, partial(self._decode, num_rows, each))
+        self._graphs.run(("masked", num_rows, kind))
 
     def prepare_first(self) -> None:
         """Capture what `run_first` starts. It may fail, which must be before the prompt's last chunk takes its command:
@@ -180,11 +184,8 @@ class MaskedGraphs:
 
     def run_first(self) -> None:
         """Start what gives the token behind a prompt, after the graph of its last chunk."""
-        self._run(_FIRST, self._first)
-
-    def _run(self, key: Hashable, launches: Callable[[], None]) -> None:
-        self._capture(key, launches)
-        self._graphs.run(key)
+        self.prepare_first()
+        self._graphs.run(_FIRST)
 
     def _capture(self, key: Hashable, launches: Callable[[], None]) -> None:
         if key not in self._captured:
