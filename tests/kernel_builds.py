@@ -70,6 +70,8 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         _RESCORE | {"ROWS": 1, "CLUSTER": 1},
         _RESCORE | {"ROWS": 8, "CLUSTER": 2, "IN_FEATURES": 320},
         _RESCORE | {"ROWS": 8, "CLUSTER": 1, "VOCAB": 151936, "BLOCKS": 16},
+        _RESCORE | {"ROWS": 16, "CLUSTER": 2, "IN_FEATURES": 2048, "VOCAB": 130560},
+        _RESCORE | {"ROWS": 32, "CLUSTER": 1},
     ),
     "screened_head/screen_head.cu": tuple(
         {"IN_FEATURES": size, "RUNS": runs, "SCALE_GROUP": 128, "WEIGHT_BITS": 8, "ZEROS": 0, "STEPS": 32}

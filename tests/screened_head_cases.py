@@ -29,7 +29,7 @@ class Head:
     def __init__(self, cuda: Any, weight: Any, dtype: DType):
         self.cuda, self.dtype, self.weight = cuda, dtype, round_to(weight, dtype)
         (self.vocab, self.hidden), self.device = weight.shape, cuda.device
-        self.plan, copy = ScreenPlan.of(weight.shape, self.device), copy_spec(weight.shape)
+        self.plan, copy = ScreenPlan.of(weight.shape, self.device, MOST_ROWS), copy_spec(weight.shape)
         specs = [*self.plan.tables(), *self.plan.workspace(), *packed_tables([copy], self.device)]
         specs += packed_workspace([copy], None, MOST_ROWS, self.device)  # type: ignore[arg-type]
         with cuda.stream:
@@ -71,7 +71,7 @@ class Head:
         launch_linear(self.cuda.launcher(self.dtype), self.product(logits, rows, self.norm), self.head, self.device)
         return self.cuda.numpy(logits)
 
-    def rescored(self, x: Any, samplings: list[Sampling | None]) -> Any:
+    def rescored(self, x: Any, samplings: list[Sampling | None], *, is_counted: bool = True) -> Any:
         """The logits of rows whose slots have these samplings; None: nobody has the row."""
         states = np.zeros(len(samplings), SLOT_STATE)
         for slot, sampling in enumerate(samplings):
@@ -81,15 +81,16 @@ class Head:
         self.arrays["slots"] = self.cuda.array(np.array(slots, np.int32))
         rows, logits = self.cuda.array(x, self.dtype), self.cuda.array(np.full((len(x), self.vocab), 7, np.float32))
         self.cuda.cupy.cuda.Device().synchronize()
-        self.screen(logits, rows, self.norm, EPS, DIVISOR)
+        self.screen(logits, rows, self.norm, EPS, DIVISOR, is_counted=is_counted)
+        self._number = SEQUENCE + (not is_counted)
         return self.cuda.numpy(logits)
 
     @property
     def num_rescored(self) -> int:
-        """What the last step reported."""
-        record = self.cuda.numpy(self._results).view(RESULT_RECORD)[(SEQUENCE - 1) % RING_ENTRIES]
+        """What the last step reported, under its own number."""
+        record = self.cuda.numpy(self._results).view(RESULT_RECORD)[(self._number - 1) % RING_ENTRIES]
         number, count = divmod(int(record["words"][-1]), 2**32)
-        assert number == SEQUENCE % 2**32 and not self.cuda.numpy(self.arrays["screen_counters"])[1]
+        assert number == self._number % 2**32 and not self.cuda.numpy(self.arrays["screen_counters"])[1]
         return count
 
 

@@ -176,9 +176,9 @@ class CudaExecutor:
             if any(step.masks) or any(step.certain):
                 return self._submit_masked(step)
             self._rings.write_slots(DECODE, slots)
-            graph = self._decode_graph(slots)
-            start = self._graphs.run_step(graph, slots)
-            return self._rings.sent(len(slots), self._logprobs_of(slots), start, is_screened=graph[0] == "screened")
+            num_rows, kind, is_screened = self._decode_form(slots)
+            start = self._graphs.run_step(("decode", num_rows, kind, is_screened), slots)
+            return self._rings.sent(len(slots), self._logprobs_of(slots), start, is_screened=is_screened)
         if isinstance(step, Speculate):
             return self._submit_speculate(step)
         if isinstance(step, Admit):
@@ -204,12 +204,12 @@ class CudaExecutor:
             self._slot_states.keep(step.slot, step.snapshot)
         return Nothing()
 
-    def _decode_graph(self, slots: tuple[int, ...]) -> tuple[str, int] | tuple[str, int, RowKind]:
-        """Return which graph decodes these slots without masks."""
+    def _decode_form(self, slots: tuple[int, ...]) -> tuple[int, RowKind, bool]:
+        """Return for how many rows and of which kind the graph is that decodes these slots without masks, and whether
+        it screens the head."""
         num_rows = _at_least(len(slots), self._row_counts)
-        if self._forward.screens(num_rows) and self._screened.issuperset(slots):
-            return "screened", num_rows
-        return "decode", num_rows, self._lengths.narrowest(self._row_kinds[num_rows], slots, num_rows)
+        is_screened = True in self._forward.screenings(num_rows) and self._screened.issuperset(slots)
+        return num_rows, self._lengths.narrowest(self._row_kinds[num_rows], slots, num_rows), is_screened
 
     def _submit_masked(self, step: Decode) -> Pending:
         """Start a decode step some of whose slots have masks or bring certain tokens."""
@@ -266,7 +266,9 @@ class CudaExecutor:
         if self._speculation is None:
             raise ConfigError("nothing drafts", expected="Decode steps", actual="Speculate", fix="give LLM a draft")
         kind = self._lengths.narrowest(self._forward.tree_kinds, step.slots, len(step.slots))
-        answer = self._speculation.speculate(self._graphs, step, self._logprobs_of(step.slots), kind)
+        may_screen = self._screened.issuperset(step.slots)
+        num_logprobs = self._logprobs_of(step.slots)
+        answer = self._speculation.speculate(self._graphs, step, num_logprobs, kind, may_screen=may_screen)
         return self._lengths.followed(step, answer)
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
@@ -375,7 +377,7 @@ class CudaExecutor:
         after_decode = None if self._speculation is None else self._speculation.after_decode
         launches = step_launches(steps, self._forward, self._buckets, self._row_counts, after_decode)
         for name, launch in launches.items():
-            if isinstance(name, tuple) and name[0] in ("decode", "screened"):
+            if isinstance(name, tuple) and name[0] == "decode":
                 graphs.add_step(name, launch, partial(steps.loop_end, name[1], name[1]))
             else:
                 graphs.add(name, launch)

@@ -113,7 +113,7 @@ class GenerationStats:
     verify_ms: float | None = None
     rest_ms: float | None = None
     screened_steps: int = 0
-    """Decode steps that did not read the whole output head (`lm_head_screen`)."""
+    """Steps behind the prompt that did not read the whole output head (`lm_head_screen`)."""
     mean_rescored: float | None = None
     """Tokens whose logits such a step computed exactly, on average, those of sequences beside this one too."""
 

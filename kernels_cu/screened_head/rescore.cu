@@ -2,17 +2,19 @@
 //
 //   formula   interval of a token: screened -+ (bounds[v] norms[t] / divisor + |screened| 2^-21), which holds its exact logit.
 //             A row's threshold: greedy, the largest lower end; top-k, the k-th largest; min-p, the largest plus log(min_p)
-//             temperature (with top-k and without top-p the higher of the two); else -infinity. A token whose upper end
-//             reaches the threshold of any row gets logits[t][v] = n[t] W[v]^T / divisor, with the bits of linear_head, the others
-//             -infinity: sample() gives the same token as with all logits. Where an interval is not finite all tokens
-//             are rescored, so that an error in the logits is found as ever
+//             temperature (with top-k and without top-p the higher of the two); else -infinity. Where the upper end of any token
+//             of a block reaches the threshold of a row, all such tokens of the block get logits[t][v] = n[t] W[v]^T / divisor in
+//             this row and in those of its eight, with the bits of linear_head. All else is -infinity: sample() gives the same
+//             token as with all logits. Where an interval is not finite all tokens are rescored, so that an error in the
+//             logits is found as ever
 //   operands  results (16) ResultRecord in mapped host memory, whose last word of the step becomes the number of tokens rescored;
 //             logits (T, V) float32; best (T, BLOCKS * 8) uint32, the largest lower ends; counters (2) uint64: blocks that have
 //             arrived, a multiple of BLOCKS between launches, and 0; context StepContext; screened (T, V)
 //             float32 of linear_packed_head with the copy of screen_head.cu; bounds (V) float32; n (T, K) scalar_t and norms (T)
-//             float32 of head_rows.cu; weight (V, K) scalar_t; states (B) SlotState; slots (T) int32, -1: nobody reads the row
+//             float32 of head_rows.cu; weight (V, K) scalar_t; states (B) SlotState; slots (T) int32, -1: nobody reads the row;
+//             is_counted 0: the step's command is counted when it ends, as that of a tree is
 //   constants IN_FEATURES: K, a multiple of 64. VOCAB: V. CLUSTER: of the linear_head whose bits are wanted, 1 or 2. BLOCKS: no
-//             more than multiprocessors. ROWS: most rows, 1 or 8
+//             more than multiprocessors. ROWS: most rows, 1, 8, 16 or 32
 //   launch    grid BLOCKS, block 256, no dynamic shared memory
 //   numerics  float32; the products in tensor cores over 8 * CLUSTER runs of K, which are added in order, as in linear.cu. A temperature
 //             divides: tokens whose quotients may be equal after rounding are kept together, by 2^-20 of the threshold
@@ -33,12 +35,14 @@ constexpr int K = IN_FEATURES, kWarps = 8, kThreads = kWarps * 32;
 constexpr int kUnits = K / 64, kOwners = kWarps * CLUSTER, kOwnUnits = (kUnits + kOwners - 1) / kOwners;
 constexpr int kGroups = (VOCAB + 31) / 32, kTeams = BLOCKS * kWarps;   // groups of tokens; warps that have some
 constexpr int kRounds = (kGroups + kTeams - 1) / kTeams, kLaneTeams = (kTeams + 31) / 32;
-constexpr int kTogether = 4;                                          // units whose loads are under way together
+constexpr int kTogether = 8;                                          // units whose loads are under way together
+constexpr bool kKeeps = kRounds * ROWS <= 32;                         // upper ends, from one look at the logits to the next
+constexpr int kUnrolledRounds = kKeeps ? kRounds : ROWS > 8 ? 1 : 4;
 constexpr uint32_t kNotFinite = 0xFFFFFFFFu;                          // above every lower end
 
 static_assert(K % 64 == 0, "K must be a multiple of 64");
 static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER must be 1 or 2");
-static_assert(ROWS == 1 || ROWS == 8, "ROWS must be 1 or 8");
+static_assert(ROWS == 1 || ROWS == 8 || ROWS == 16 || ROWS == 32, "ROWS must be 1, 8, 16 or 32");
 static_assert(kRounds * kThreads <= 1 << 16, "a block's tokens are counted in 16 bits");
 
 // The token of a place among the block's: [round][warp][lane].
@@ -62,12 +66,24 @@ struct Shared {
   float partial[kOwners][16][8];        // sums of the runs: row of the tile, token row
   float threshold[ROWS], reach[ROWS];   // reach: norms / |divisor|, rounded up
   int slot[ROWS];
+  uint32_t wanted;                      // rows for which any of `places` is to be rescored
   int count;                            // of `places`
   uint16_t places[kRounds * kThreads];  // tokens to rescore
 };
 
 // Half the width of the interval around a screened logit; not below 1e30 if anything is not finite.
 DEVICE float width(float screened, float bound, float reach) { return fmaf(bound, reach, fabsf(screened) * 0x1p-21f); }
+
+// What the screen says of a token, asked for at once.
+struct Looks {
+  float z[ROWS], bound;
+
+  Looks() = default;
+  DEVICE Looks(const float* screened, const float* __restrict__ bounds, int token, int T) : bound(bounds[token]) {
+#pragma unroll
+    for (int t = 0; t < ROWS; t++) z[t] = t < T ? screened[static_cast<int64_t>(t) * VOCAB + token] : 0.0f;
+  }
+};
 
 // Not above the k-th largest of lower ends, and hardly below it; as ordered floats among the lanes of a warp.
 DEVICE float kth_largest(const uint32_t (&ends)[kLaneTeams], int k) {
@@ -114,7 +130,7 @@ DEVICE float threshold_of(const uint32_t* best, const SlotState* state) {
   return threshold;
 }
 
-// The exact logits of up to 16 of the block's tokens, for all rows.
+// The exact logits of up to 16 of the block's tokens, for at most eight rows.
 DEVICE void rescore_tile(Shared& shared, float* logits, const scalar_t* n, const scalar_t* weight, int first, int T, float divisor) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
   const scalar_t* from[2];
@@ -179,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(rescore)(ResultRecord* __restrict__ results, float* __restrict__ logits, uint32_t* best, uint64_t* counters,
                     const StepContext* context, const float* screened, const float* __restrict__ bounds, const scalar_t* n,
                     const float* norms, const scalar_t* __restrict__ weight, const SlotState* states, const int32_t* slots,
-                    int T, float divisor) {
+                    int T, float divisor, int is_counted) {
   __shared__ Shared shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   pdl_launch_dependents();
@@ -194,20 +210,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     shared.slot[t] = t < T ? slots[t] : -1;
     shared.reach[t] = t < T ? norms[t] / fabsf(divisor) * (1.0f + 0x1p-20f) : 0.0f;
   }
-  if (threadIdx.x == 0) shared.count = 0;
+  if (threadIdx.x == 0) shared.count = 0, shared.wanted = 0;
   __syncthreads();
 
   uint32_t largest[ROWS] = {};
-#pragma unroll 4
+  float upper[kKeeps ? kRounds : 1][ROWS];
+#pragma unroll kUnrolledRounds
   for (int round = 0; round < kRounds; round++) {
     const int token = token_at(round * kThreads + threadIdx.x);
     if (token >= VOCAB) continue;
-    const float bound = bounds[token];
+    const Looks looks(screened, bounds, token, T);
 #pragma unroll
     for (int t = 0; t < ROWS; t++) {
       if (shared.slot[t] < 0) continue;
-      const float z = screened[static_cast<int64_t>(t) * VOCAB + token], half = width(z, bound, shared.reach[t]);
+      const float z = looks.z[t], half = width(z, looks.bound, shared.reach[t]);
       largest[t] = max(largest[t], fabsf(z) < 1e30f && half < 1e30f ? ordered(z - half) : kNotFinite);
+      if (kKeeps) upper[round][t] = z + half;
     }
   }
 #pragma unroll
@@ -217,40 +235,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   wait_for_all(counters);
 
-  if (warp < ROWS && shared.slot[warp] >= 0) {
-    const float threshold = threshold_of(best + warp * kTeams, states + shared.slot[warp]);
-    if (lane == 0) shared.threshold[warp] = threshold;
+#pragma unroll 1
+  for (int t = warp; t < ROWS; t += kWarps) {
+    if (shared.slot[t] < 0) continue;
+    const float threshold = threshold_of(best + t * kTeams, states + shared.slot[t]);
+    if (lane == 0) shared.threshold[t] = threshold;
   }
   __syncthreads();
-#pragma unroll 1
-  for (int place = threadIdx.x; place < kRounds * kThreads; place += kThreads) {
-    const int token = token_at(place);
-    bool is_candidate = false;
+#pragma unroll kUnrolledRounds
+  for (int round = 0; round < kRounds; round++) {
+    const int place = round * kThreads + threadIdx.x, token = token_at(place);
+    uint32_t wanted = 0;   // rows that may choose the token
     if (token < VOCAB) {
-      const float bound = bounds[token];
+      Looks looks;
+      if (!kKeeps) looks = Looks(screened, bounds, token, T);
 #pragma unroll
       for (int t = 0; t < ROWS; t++) {
         if (shared.slot[t] < 0) continue;
-        const float z = screened[static_cast<int64_t>(t) * VOCAB + token];
-        is_candidate |= !(z + width(z, bound, shared.reach[t]) < shared.threshold[t]);
+        const float end = kKeeps ? upper[round][t] : looks.z[t] + width(looks.z[t], looks.bound, shared.reach[t]);
+        if (!(end < shared.threshold[t])) wanted |= 1u << t;
       }
+      for (int t = 0; t < T; t++) logits[static_cast<int64_t>(t) * VOCAB + token] = __uint_as_float(0xFF800000u);
     }
+    const bool is_candidate = wanted != 0;
     const uint32_t candidates = __ballot_sync(0xFFFFFFFFu, is_candidate);
     if (candidates != 0) {
       int to = 0;
       if (lane == 0) to = atomicAdd(&shared.count, __popc(candidates));
       to = __shfl_sync(0xFFFFFFFFu, to, 0) + __popc(candidates & (1u << lane) - 1);
       if (is_candidate) shared.places[to] = static_cast<uint16_t>(place), prefetch_to_l2(weight + static_cast<int64_t>(token) * K, K * 2);
+      wanted = __reduce_or_sync(0xFFFFFFFFu, wanted);
+      if (lane == 0) atomicOr(&shared.wanted, wanted);
     }
-    if (token < VOCAB && !is_candidate)
-      for (int t = 0; t < T; t++) logits[static_cast<int64_t>(t) * VOCAB + token] = __uint_as_float(0xFF800000u);
   }
   __syncthreads();
   uint64_t before = 0;   // blocks that have counted, and their tokens: asked for now, looked at in the end
   if (threadIdx.x == 0) before = atomicAdd(counters + 1, 1ull << 32 | shared.count);
 #pragma unroll 1
-  for (int first = 0; first < shared.count; first += 16) rescore_tile(shared, logits, n, weight, first, T, divisor);
+  for (int row = 0; row < ROWS; row += 8) {
+    if (!(shared.wanted >> row & 255)) continue;
+    const int64_t offset = row;
+#pragma unroll 1
+    for (int first = 0; first < shared.count; first += 16)
+      rescore_tile(shared, logits + offset * VOCAB, n + offset * K, weight, first, T - row, divisor);
+  }
   if (threadIdx.x != 0 || before >> 32 != BLOCKS - 1) return;
   counters[1] = 0;
-  publish(results, context->sequence, kMaxRows - 1, static_cast<uint32_t>(before) + shared.count, false);
+  publish(results, context->next_entry + !is_counted, kMaxRows - 1, static_cast<uint32_t>(before) + shared.count, false);
 }

@@ -8,14 +8,15 @@ import pytest
 
 
 def chosen_graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Return a list of the graphs of all decode steps without masks from now on."""
+    """Return a list of the graphs of all decode steps without masks from now on: for how many rows, of which kind, and
+    whether they screen the head."""
     from cpmrt.cuda.executor import CudaExecutor  # which needs CuPy
 
-    found, real = list[tuple[Any, ...]](), CudaExecutor._decode_graph
+    found, real = list[tuple[Any, ...]](), CudaExecutor._decode_form
 
     def spied(self: CudaExecutor, slots: tuple[int, ...]) -> tuple[Any, ...]:
-        found.append(graph := real(self, slots))
-        return graph
+        found.append(form := real(self, slots))
+        return form
 
-    monkeypatch.setattr(CudaExecutor, "_decode_graph", spied)
+    monkeypatch.setattr(CudaExecutor, "_decode_form", spied)
     return found

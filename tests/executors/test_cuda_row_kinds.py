@@ -11,7 +11,7 @@ from executors.cuda_models import BASE, ROWS, write_model
 from executors.graph_choices import chosen_graphs
 from executors.repeatability_cases import SAMPLED, accompanied, answer, text
 
-from cpmrt import LLM
+from cpmrt import LLM, SamplingParams
 from cpmrt.ops import ANY_ROWS, SHORT_KEYS, RowKind
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +56,7 @@ def test_one_row(
     with opened(folder, **settings) as llm:
         found = answer(llm, prompt, PARAMS)
         kinds = [BOTH] * 9 + [ANY_ROWS] + [BOTH] * 15 + [ANY_ROWS] + [INSIDE] * 15 + [ANY_ROWS, INSIDE]
-        assert graphs[: len(kinds)] == [("decode", 1, kind) for kind in kinds]
+        assert graphs[: len(kinds)] == [(1, kind, False) for kind in kinds]
         with monkeypatch.context() as wrong:
             wrong.setattr(Lengths, "are", lambda self, kind, *_: kind in (BOTH, ANY_ROWS))
             assert answer(llm, prompt, PARAMS) != found, "nothing depends on the choice"
@@ -66,7 +66,7 @@ def test_one_row(
             assert answer(llm, prompt, PARAMS) != found, "nothing depends on compressed keys"
         monkeypatch.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
         graphs.clear()
-        assert answer(llm, prompt, PARAMS) == found and set(graphs) == {("decode", 1, ANY_ROWS)}
+        assert answer(llm, prompt, PARAMS) == found and set(graphs) == {(1, ANY_ROWS, False)}
 
 
 @pytest.mark.parametrize("settings", [
@@ -87,11 +87,40 @@ def test_one_row_that_grows_long(
         found, other = answer(llm, prompt, params), BOTH if is_sparse else ANY_ROWS
         short = replace(other, length="short") if executor.device.capability >= 90 else other
         last = ANY_ROWS if is_sparse else short  # a window of compressed keys ends there
-        assert graphs[:15] == [("decode", 1, kind) for kind in [short] * 8 + [last] + [other] * 6]
+        assert graphs[:15] == [(1, kind, False) for kind in [short] * 8 + [last] + [other] * 6]
         monkeypatch.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
         answer(llm, prompt[::-1], params)  # leaves other keys
         graphs.clear()
-        assert answer(llm, prompt, params) == found and set(graphs) == {("decode", 1, ANY_ROWS)}
+        assert answer(llm, prompt, params) == found and set(graphs) == {(1, ANY_ROWS, False)}
+
+
+@pytest.mark.parametrize("wish", [{"regex": "[a-z ]{40,60}"}, {}], ids=str)
+def test_a_row_under_a_form_or_a_screen_that_grows_long(
+    graphs: list[Any], monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any]
+) -> None:
+    """Their steps are launched as others are, with the same bits."""
+    from cpmrt.cuda.step.lengths import Lengths
+    from cpmrt.cuda.step.masks import MaskedGraphs
+
+    masked, run_decode = list[RowKind](), MaskedGraphs.run_decode
+
+    def spied(self: MaskedGraphs, num_rows: int, kind: RowKind) -> None:
+        masked.append(kind)
+        run_decode(self, num_rows, kind)
+
+    monkeypatch.setattr(MaskedGraphs, "run_decode", spied)
+    settings: dict[str, Any] = {"executor": "cuda", "max_context": 4096, "prefix_cache": False}
+    with LLM(**settings, lm_head_screen=not wish) as llm:
+        params = SamplingParams(max_new_tokens=24, ignore_eos=not wish, logprobs=2 if wish else 0, **wish)
+        prompt = text(SHORT_KEYS - 9, 1, llm.config.vocab_size)
+        found = answer(llm, prompt, params)
+        kinds = {kind for _, kind, is_screened in graphs if is_screened} | set(masked)
+        executor: Any = llm.executor
+        assert kinds == set(executor._row_kinds[1]) and bool(masked) == bool(wish)
+        monkeypatch.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
+        answer(llm, prompt[::-1], params)  # leaves other keys
+        masked.clear()
+        assert answer(llm, prompt, params) == found and set(masked) <= {ANY_ROWS}
 
 
 @pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}], ids=str)
@@ -102,20 +131,26 @@ def test_several_rows(folder: Path, graphs: list[Any], settings: dict[str, Any])
         alone = [answer(llm, prompt, PARAMS) for prompt in prompts]
     graphs.clear()
     assert accompanied(lambda **more: opened(folder, **settings, **more), prompts, PARAMS) == alone
-    assert settings or {("decode", 4, kind) for kind in (DENSE, ANY_ROWS)} <= set(graphs)
+    assert settings or {(4, kind, False) for kind in (DENSE, ANY_ROWS)} <= set(graphs)
 
 
-def test_trees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes are dense while those that are deepest can be, and not from then on."""
+def chosen_trees(monkeypatch: pytest.MonkeyPatch) -> list[RowKind]:
+    """Return a list of the kinds of the nodes of all trees from now on."""
     from cpmrt.cuda.draft.speculation import Speculation  # which needs CuPy
 
     kinds, real = list[RowKind](), Speculation.speculate
 
-    def spied(self: Speculation, graphs: Any, step: Any, num_logprobs: Any, kind: RowKind) -> Any:
+    def spied(self: Speculation, graphs: Any, step: Any, num_logprobs: Any, kind: RowKind, **more: Any) -> Any:
         kinds.append(kind)
-        return real(self, graphs, step, num_logprobs, kind)
+        return real(self, graphs, step, num_logprobs, kind, **more)
 
     monkeypatch.setattr(Speculation, "speculate", spied)
+    return kinds
+
+
+def test_trees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes are dense while those that are deepest can be, and not from then on."""
+    kinds = chosen_trees(monkeypatch)
     prompt = text(200, 1, BASE["vocab_size"])
     with opened(folder) as llm:
         plain = answer(llm, prompt, PARAMS)
@@ -124,3 +159,17 @@ def test_trees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with opened(folder, draft="lookup", speculate={"shapes": shapes, "adaptive": False}) as llm:
             assert answer(llm, prompt, PARAMS) == plain
         assert set(kinds) == {DENSE, ANY_ROWS} and kinds[0] == DENSE and kinds[-1] == ANY_ROWS
+
+
+@pytest.mark.parametrize("wish", [{"regex": "[a-z ]{100,120}"}, {}], ids=str)
+def test_trees_under_a_form_or_a_screen(monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any]) -> None:
+    kinds, shapes = chosen_trees(monkeypatch), {"shapes": [(3, 1, 4)], "adaptive": False}
+    settings: dict[str, Any] = {"executor": "cuda", "max_context": 1024, "sparse": SPARSE}
+    params = SamplingParams(max_new_tokens=80, ignore_eos=not wish, logprobs=2 if wish else 0, **wish)
+    with LLM(**settings) as llm:
+        prompt = text(220, 1, llm.config.vocab_size)
+        plain = answer(llm, prompt, params)
+    with LLM(**settings, draft="lookup", speculate=shapes, lm_head_screen=not wish) as llm:
+        assert answer(llm, prompt, params) == plain
+        assert wish or llm.generate(prompt, params).stats.screened_steps
+    assert set(kinds) == {DENSE, ANY_ROWS}

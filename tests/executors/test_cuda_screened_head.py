@@ -28,7 +28,11 @@ OTHERS = [
 ]
 VARIANTS: dict[str, dict[str, Any]] = {
     "graphs": {}, "fp16": {"dtype": "float16"}, "loops": {"steps_per_launch": 8}, "eager": {"cuda_graphs": False},
-    "lookup": {"draft": "lookup"}, "fp8": {"kv_dtype": "fp8"},
+    "lookup": {"draft": "lookup"}, "fp8": {"kv_dtype": "fp8"}, "many": {"max_sequences": 32},
+    "eagle2": {"draft": "eagle2"}, "trees": {"draft": "eagle2", "speculate": {"adaptive": False}},
+    "looping trees": {
+        "draft": "eagle2", "speculate": {"shapes": [(2, 4, 12)], "adaptive": False}, "steps_per_launch": 4,
+    },
 }  # fmt: skip
 
 
@@ -48,7 +52,8 @@ def tokens(llm: LLM, count: int, wishes: list[dict[str, Any]], prompts: tuple[st
 
 def test_tokens_are_those_of_the_whole_head(pair: tuple[LLM, LLM]) -> None:
     plain, screened = pair
-    assert tokens(screened, 640, WISHES) == tokens(plain, 640, WISHES)
+    prompts = PROMPTS * max(plain.executor.limits.max_sequences // 16, 1)
+    assert tokens(screened, 640, WISHES, prompts) == tokens(plain, 640, WISHES, prompts)
     for prompt in PROMPTS[:2]:  # alone, and so with one row
         assert tokens(screened, 250, WISHES[:2], (prompt,)) == tokens(plain, 250, WISHES[:2], (prompt,))
 
@@ -57,6 +62,16 @@ def test_requests_that_need_all_logits_beside_others(pair: tuple[LLM, LLM]) -> N
     plain, screened = pair
     mixed = [*OTHERS, *WISHES]
     assert tokens(screened, 40, mixed, PROMPTS[:1]) == tokens(plain, 40, mixed, PROMPTS[:1])
+
+
+@pytest.mark.parametrize("wish", WISHES, ids=str)
+def test_every_step_is_screened(pair: tuple[LLM, LLM], wish: dict[str, Any]) -> None:
+    """Those with a tree too, whatever they accept."""
+    plain, screened = pair
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True, **wish)
+    stats = screened.generate(PROMPTS[1], params).stats
+    assert stats.screened_steps == 99 - stats.speculative_tokens + stats.speculative_steps
+    assert plain.generate(PROMPTS[1], params).stats.screened_steps == 0
 
 
 @pytest.mark.parametrize("shape", ["minicpm4-0.5b"])

@@ -106,7 +106,7 @@ def opened(blueprint: Any) -> tuple[Watching, Any]:
 @pytest.mark.parametrize("lookup", [0, 9])
 def test_a_step_drafts_until_the_chain_is_there_and_verifies_it(blueprint_of: Any, inner: str, lookup: int) -> None:
     launcher, speculation = opened(blueprint_of(inner, **({"lookup": lookup} if lookup else {})))
-    speculation.launches((64,))["speculate", 0, 1, ANY_ROWS]()
+    speculation.launches((64,))["speculate", 0, 1, ANY_ROWS, False]()
     begin = ["speculate_begin", *PASS, "chain_begin"]
     end = ["chain_end", *["lookup"] * (lookup > 0), *VERIFIED]
     assert launcher.drafting() == [*begin, LOOP, *ROUNDS[inner][1], "chain_goes_on", *end]
@@ -114,7 +114,7 @@ def test_a_step_drafts_until_the_chain_is_there_and_verifies_it(blueprint_of: An
 
 def test_only_the_targets_step_is_reported(blueprint_of: Any) -> None:
     launcher, speculation = opened(blueprint_of("eagle2"))
-    speculation.launches((64,))["speculate", 0, 1, ANY_ROWS]()
+    speculation.launches((64,))["speculate", 0, 1, ANY_ROWS, False]()
     (_, of_small), (_, of_target) = (launch for launch in launcher.launched if launch[0] == "accept")
     token_counts, results = 2, 9
     assert of_small[token_counts] is None and of_small[results] is None

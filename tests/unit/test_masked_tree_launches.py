@@ -15,6 +15,7 @@ from unit.test_several_drafts import blueprint_of
 from cpmrt.cuda.draft import speculation as under_test
 from cpmrt.errors import MemoryPlanError
 from cpmrt.executor import TreeMasks
+from cpmrt.ops import ANY_ROWS
 
 __all__ = ["blueprint_of"]
 
@@ -53,9 +54,9 @@ def test_every_node_has_a_mask(
     num_waiting = under_test.waiting_rows(blueprint.draft)
     for number, shape in enumerate(blueprint.draft.shapes):
         masks = TreeMasks()
-        tree = speculation._start_masked(graphs, number, num_waiting, masks)
+        tree = speculation._start_masked(graphs, number, num_waiting, ANY_ROWS, masks)
         launcher.launched = []
-        graphs["speculate under masks", number, num_waiting]()
+        graphs["speculate under masks", number, num_waiting, ANY_ROWS]()
         given = dict(launcher.launched)
         assert given["report_tree"][-1] == given["sample_masked_tree"][4].shape[0] == shape.num_nodes
         masks.let_go()
@@ -71,7 +72,7 @@ def test_what_could_not_be_captured_is_captured_by_the_next_step(
     blueprint = blueprint_of(name)
     _, speculation = opened(blueprint)
     num_waiting, graphs = under_test.waiting_rows(blueprint.draft), HeldGraphs()
-    names = [("speculate under masks", shape, num_waiting) for shape in range(len(blueprint.draft.shapes))]
+    names = [("speculate under masks", shape, num_waiting, ANY_ROWS) for shape in range(len(blueprint.draft.shapes))]
 
     def add(key: Hashable, launches: Callable[[], None]) -> None:
         if key == names[1]:
@@ -80,8 +81,8 @@ def test_what_could_not_be_captured_is_captured_by_the_next_step(
 
     full: Any = SimpleNamespace(add=add)
     with pytest.raises(MemoryPlanError):
-        speculation._start_masked(full, 1, num_waiting, TreeMasks())
+        speculation._start_masked(full, 1, num_waiting, ANY_ROWS, TreeMasks())
     assert [*graphs] == names[:1]
     masked: Any = graphs
-    speculation._start_masked(masked, 1, num_waiting, TreeMasks())
+    speculation._start_masked(masked, 1, num_waiting, ANY_ROWS, TreeMasks())
     assert [*graphs] == names

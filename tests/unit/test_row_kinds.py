@@ -92,8 +92,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch, forward: StepForward, prompt: int, s
     made._lengths.add(Prefill(1, (7,) * prompt, 0, True))
     for _ in range(steps):
         made._lengths.add(Decode((1,)))
-        graph, rows, kind = made._decode_graph((1,))
-        assert (graph, rows) == ("decode", 1)
+        rows, kind, is_screened = made._decode_form((1,))
+        assert (rows, is_screened) == (1, False)
         found.append(kind)
     return found
 
@@ -134,6 +134,17 @@ def test_graphs_under_masks_are_captured_for_all_kinds_at_once() -> None:
         launch()
     assert launched == [(1, SHORT), (1, ANY_ROWS), (4, ANY_ROWS)] and set(prepared) == {1, 4}
     assert run == [("masked", 1, SHORT), ("masked", 1, ANY_ROWS), ("masked", 4, ANY_ROWS), ("masked", 1, SHORT)]
+
+
+@pytest.mark.parametrize(("settings", "rows"), [
+    ({}, 0), ({"lm_head_screen": True}, 1), ({"lm_head_screen": True, "max_sequences": 20}, 32),
+    ({"lm_head_screen": True, "max_sequences": 64}, 32), ({"lm_head_screen": True, "draft": "lookup"}, 32),
+])  # fmt: skip
+def test_up_to_how_many_rows_a_head_is_screened(settings: dict[str, Any], rows: int) -> None:
+    forward = forward_of(EIGHT_B, **settings)
+    screened = [count for count in range(1, 65) if forward.screenings(count) == (False, True)]
+    assert screened == list(range(1, rows + 1))
+    assert all(forward.screenings(count) == (False,) for count in range(rows + 1, 65))
 
 
 def test_a_row_is_short_until_it_has_more_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,11 +80,11 @@ def test_steps_of_several_launch_what_steps_of_one_do(blueprint_of: Any, name: s
         return
     found = launched(blueprint_of(name, {"lookup": lookup} if lookup else "auto"))
     steps = {key: launches for key, launches in found.items() if key[0] == "speculate"}
-    assert {count for _, _, count, _ in steps} >= {1, 2, 4}
+    assert {count for _, _, count, _, _ in steps} >= {1, 2, 4}
     drafting = ("speculate_begin", "draft_top_k", "tree_grow", "tree_finish", "lookup", "block_begin", "markov_chain",
                 "sample_tree", "accept")  # fmt: skip
-    for (_, shape, _, kind), launches in steps.items():
-        of_one = [kernel for kernel, _ in steps["speculate", shape, 1, kind] if kernel in drafting]
+    for (_, shape, _, kind, _), launches in steps.items():
+        of_one = [kernel for kernel, _ in steps["speculate", shape, 1, kind, False] if kernel in drafting]
         assert [kernel for kernel, _ in launches if kernel in drafting] == of_one
     num_trees = 15
     begun = {key: launches[0][1][num_trees] for key, launches in steps.items()}

@@ -209,9 +209,13 @@ class DraftForward:
         """All nodes are of one: a small model has no sparse attention."""
         return (ANY_ROWS,)
 
-    def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
+    def screenings(self, num_rows: int) -> tuple[bool, ...]:
+        """No step of a small model screens its head."""
+        return (False,)
+
+    def tree(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
         """Run the nodes of a tree that was drafted for a small model; all have logits."""
-        assert kind == ANY_ROWS, kind
+        assert kind == ANY_ROWS and not is_screened, (kind, is_screened)
         self.frontier(num_rows)
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
@@ -262,8 +266,13 @@ class TreeForward(Protocol):
         """The kinds of nodes that `tree` tells apart, ANY_ROWS last."""
         ...
 
-    def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
-        """Run the nodes of draft trees, all of this kind; all have logits."""
+    def screenings(self, num_rows: int) -> tuple[bool, ...]:
+        """Return what `is_screened` may be of a tree step of so many rows."""
+        ...
+
+    def tree(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
+        """Run the nodes of draft trees, all of this kind; all have logits, with `is_screened` -infinity where no node
+        can choose the token."""
         ...
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
@@ -285,8 +294,10 @@ def every_shape(
     steps = [(shape, count) for shape, at_most in zip(draft.shapes, most, strict=True)
              for count in captured_counts(at_most)]  # fmt: skip
     for shape, count in steps:
+        num_rows = count * shape.num_nodes
         for kind in target.tree_kinds:
-            target.tree(count * shape.num_nodes, kind=kind)
+            for is_screened in target.screenings(num_rows):
+                target.tree(num_rows, is_screened=is_screened, kind=kind)
     target.path_accepted(1, draft.max_tree_size)
     if forward is None:
         return

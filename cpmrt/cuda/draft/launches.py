@@ -97,7 +97,8 @@ class DraftLaunches:
 
     Which slots they are about, at most `num_trees`, the kernels read from the command of the step; rows are counted for
     one of them. `inner`: of a small model that has a draft of its own. With `ring` nodes have masks: the host is told
-    the tree, and looks at it while the target runs. `kind`: of all nodes, as `Rows` has it.
+    the tree, and looks at it while the target runs. `kind`: of all nodes, as `Rows` has it. `is_screened`: the target's
+    head is, as in `TreeForward.tree`.
     """
 
     def __init__(
@@ -109,8 +110,10 @@ class DraftLaunches:
         ring: TreeRing | None = None,
         num_trees: int = 1,
         kind: RowKind = ANY_ROWS,
+        *,
+        is_screened: bool = False,
     ):
-        self._num_trees, self._kind = num_trees, kind
+        self._num_trees, self._kind, self._is_screened = num_trees, kind, is_screened
         self._draft, self._kernels, self._forward = parts.draft, parts.kernels, parts.forward
         self._blocks, self._target, self._inner, self._ring = parts.blocks, target, inner, ring
         self._logits: DeviceArray = arrays["logits"]
@@ -171,7 +174,8 @@ class DraftLaunches:
     def verify(self, shape: TreeShape) -> None:
         if self._ring is not None:
             self._kernels.report_tree(shape, self._ring)
-        self._target.tree(shape.num_nodes * self._num_trees, kind=self._kind)
+        num_rows = shape.num_nodes * self._num_trees
+        self._target.tree(num_rows, is_screened=self._is_screened, kind=self._kind)
 
     def sample(self, shape: TreeShape) -> None:
         if self._ring is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
-from cpmrt.config import ModelConfig, TreeShape
+from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.draft.forward import SCRATCH, every_inner_shape, every_shape
 from cpmrt.cuda.draft.inner import InnerSteps, Loop
@@ -85,12 +86,12 @@ class Speculation:
 
     def launches(self, buckets: tuple[int, ...]) -> dict[Hashable, Callable[[], None]]:
         """Return by name of its graph what the draft does of its own accord: the speculative step of each shape for
-        each number of sequences, the draft's pass over a chunk of each bucket, catching up."""
-        found: dict[Hashable, Callable[[], None]] = {
-            ("speculate", number, count, kind): self._parts.step(self._several_ops(num_trees=count, kind=kind), shape)
-            for number, shape, count in self._steps()
-            for kind in self._target.tree_kinds
-        }
+        each number of sequences and kind of nodes, with the target's head screened too where it can be, the draft's
+        pass over a chunk of each bucket, catching up."""
+        found: dict[Hashable, Callable[[], None]] = {}
+        for number, count, kind, is_screened in self._steps():
+            ops = self._several_ops(num_trees=count, kind=kind, is_screened=is_screened)
+            found["speculate", number, count, kind, is_screened] = self._parts.step(ops, self._draft.shapes[number])
         if self._forward is not None:
             found |= {("draft", bucket): partial(after_chunk, self._ops, bucket) for bucket in buckets}
             found["catch_up"] = partial(catch_up, self._ops, MAX_WAITING)
@@ -103,11 +104,10 @@ class Speculation:
         """
         launches = self.launches(buckets)
         if self._inner is None:
-            for number, shape, count in self._steps():
+            for number, count, kind, is_screened in self._steps():
+                shape, name = self._draft.shapes[number], ("speculate", number, count, kind, is_screened)
                 num_rows, num_words = 1 if count == 1 else count * shape.num_nodes, count * shape.max_emitted
-                for kind in self._target.tree_kinds:
-                    name = "speculate", number, count, kind
-                    graphs.add_step(name, launches.pop(name), partial(loop_end, num_rows, num_words))
+                graphs.add_step(name, launches.pop(name), partial(loop_end, num_rows, num_words))
         for other, launch in launches.items():
             graphs.add(other, launch)
 
@@ -116,11 +116,13 @@ class Speculation:
         """The numbers of sequences, from 2 on, for which any shape's step is captured."""
         return tuple(sorted({count for most in self.most for count in captured_counts(most)} - {1}))
 
-    def _steps(self) -> Iterator[tuple[int, TreeShape, int]]:
-        """Yield the steps that are captured: number of the shape, the shape, number of sequences."""
+    def _steps(self) -> Iterator[tuple[int, int, RowKind, bool]]:
+        """Yield the steps that are captured: number of the shape, number of sequences, kind of the nodes, and whether
+        the target's head is screened."""
+        target = self._target
         for number, (shape, most) in enumerate(zip(self._draft.shapes, self.most, strict=True)):
             for count in captured_counts(most):
-                yield number, shape, count
+                yield from product((number,), (count,), target.tree_kinds, target.screenings(count * shape.num_nodes))
 
     def fill_tables(self, capacity: int, position_limit: int) -> None:
         """Fill the buffers, on the current stream. `capacity`: positions that a slot's own pages hold."""
@@ -158,18 +160,23 @@ class Speculation:
             for slot in self._waiting.before_decode(counts):
                 self._run_catch_up(graphs, slot)
 
-    def speculate(self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...], kind: RowKind) -> Answer:
+    def speculate(
+        self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...], kind: RowKind, *, may_screen: bool
+    ) -> Answer:
         """Start a step. `num_logprobs`: what each of its sequences asked for. `kind`: of its nodes, one of the target's
-        `tree_kinds`."""
-        num_rows = self._first_rows(step)
+        `tree_kinds`. `may_screen`: whether few tokens can be chosen, as `can_screen` has it."""
+        first_rows = self._first_rows(step)
         for slot in step.slots:
-            if self._forward is not None and self._waiting.before_speculation(slot, num_rows):
+            if self._forward is not None and self._waiting.before_speculation(slot, first_rows):
                 self._run_catch_up(graphs, slot)
         self._rings.write_slots(SPECULATE, step.slots)
         help_along: Callable[[], bool | None] | None = None
-        name = "speculate", step.shape, captured_count(len(step.slots), self.most[step.shape]), kind
+        count = captured_count(len(step.slots), self.most[step.shape])
+        num_rows = count * self._draft.shapes[step.shape].num_nodes
+        is_screened = may_screen and step.masks is None and True in self._target.screenings(num_rows)
+        name = "speculate", step.shape, count, kind, is_screened
         if step.masks is not None:
-            help_along = self._start_masked(graphs, step.shape, num_rows, step.masks)
+            help_along = self._start_masked(graphs, step.shape, first_rows, kind, step.masks)
         elif self._inner is not None:
             graphs.run(name)
         else:
@@ -177,7 +184,7 @@ class Speculation:
         emitted = self._max_emitted[step.shape]
         for slot in step.slots:
             self._waiting.accepted(slot, emitted)
-        return self._rings.sent(emitted * len(step.slots), num_logprobs, help_along)
+        return self._rings.sent(emitted * len(step.slots), num_logprobs, help_along, is_screened=is_screened)
 
     def close(self) -> None:
         """Free the host's memory; the device must be done with it."""
@@ -191,10 +198,12 @@ class Speculation:
             return few
         return late_rows(self._draft)
 
-    def _start_masked(self, graphs: Graphs, shape: int, num_rows: int, masks: TreeMasks) -> MaskedTree:
-        """Start a step under masks. The first one captures the graphs of all shapes: later ones may be submitted while
-        a tree waits for its masks, and a capture might wait for the device. Where more tokens wait nothing is in
-        flight: such a step's graph is captured when it is first needed."""
+    def _start_masked(
+        self, graphs: Graphs, shape: int, num_rows: int, kind: RowKind, masks: TreeMasks
+    ) -> MaskedTree:
+        """Start a step under masks. The first one captures the graphs of all shapes and kinds: later ones may be
+        submitted while a tree waits for its masks, and a capture might wait for the device. Where more tokens wait
+        nothing is in flight: such a step's graphs are captured when one is first needed."""
         ring = self._masked_ring = self._masked_ring or TreeRing(self._vocab_size)
         few = waiting_rows(self._draft)
         for number in range(len(self._draft.shapes)):
@@ -206,13 +215,14 @@ class Speculation:
             run_on_padding(self._launcher, graphs, self._arrays["draft_slots"], waiting)
             self._capture_masked(graphs, shape, num_rows)
         tree = MaskedTree(ring, self._rings.next_number, self._draft.shapes[shape].num_nodes, masks)
-        graphs.run(("speculate under masks", shape, num_rows))
+        graphs.run(("speculate under masks", shape, num_rows, kind))
         return tree
 
     def _capture_masked(self, graphs: Graphs, shape: int, num_rows: int) -> None:
-        ops = self._several_ops(ring=self._masked_ring)
-        step = self._parts.step(ops, self._draft.shapes[shape], num_rows)
-        graphs.add(("speculate under masks", shape, num_rows), step)
+        for kind in self._target.tree_kinds:
+            ops = self._several_ops(ring=self._masked_ring, kind=kind)
+            step = self._parts.step(ops, self._draft.shapes[shape], num_rows)
+            graphs.add(("speculate under masks", shape, num_rows, kind), step)
         self._captured.add((shape, num_rows))
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:

@@ -25,7 +25,8 @@ from cpmrt.tensor_spec import SCREEN, BufferSpec, TensorSpec
 
 COPY = "head_copy"
 """The name of the 8-bit copy, as that of a weight."""
-MOST_ROWS = 8
+_ROW_BUILDS = (1, 8, 16, 32)
+MOST_ROWS = _ROW_BUILDS[-1]
 """Rows of a step at most: the candidates of all rows are computed for each of them."""
 MOST_TOP_K = 64
 """The most likely tokens that a request may sample from: of more, too many are candidates."""
@@ -118,13 +119,16 @@ class ScreenPlan:
     layout: PackedLayout
     cluster: int
     blocks: int
+    most_rows: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], device: Device) -> ScreenPlan:
-        """Plan a head [V, K] in 16 bits."""
+    def of(cls, shape: tuple[int, ...], device: Device, max_rows: int) -> ScreenPlan:
+        """Plan a head [V, K] in 16 bits for steps of at most `max_rows` rows, of which those with more than `MOST_ROWS`
+        read the whole head."""
         layout = packed_layout(copy_spec(shape), device)
         cluster = plan_linear("head", shape, 1, device).constants.cluster
-        return cls(layout, cluster, min(device.num_sms, ceil(layout.out_features / BLOCK_THREADS)))
+        blocks = min(device.num_sms, ceil(layout.out_features / BLOCK_THREADS))
+        return cls(layout, cluster, blocks, min(max_rows, MOST_ROWS))
 
     def tables(self) -> Iterator[BufferSpec]:
         """Yield what lives as long as the executor; the counters begin at zero."""
@@ -134,14 +138,15 @@ class ScreenPlan:
 
     def workspace(self) -> Iterator[BufferSpec]:
         """Yield the buffers of a step."""
-        yield BufferSpec("screened_logits", (MOST_ROWS, self.layout.out_features), HEAD, HEAD, np.float32)
-        yield BufferSpec("head_rows", (MOST_ROWS, self.layout.in_features), HEAD, HEAD)
-        yield BufferSpec("head_norms", (MOST_ROWS,), HEAD, HEAD, np.float32)
-        yield BufferSpec("screen_best", (MOST_ROWS, self.blocks * _WARPS), HEAD, HEAD, np.uint32)
+        rows = self.most_rows
+        yield BufferSpec("screened_logits", (rows, self.layout.out_features), HEAD, HEAD, np.float32)
+        yield BufferSpec("head_rows", (rows, self.layout.in_features), HEAD, HEAD)
+        yield BufferSpec("head_norms", (rows,), HEAD, HEAD, np.float32)
+        yield BufferSpec("screen_best", (rows, self.blocks * _WARPS), HEAD, HEAD, np.uint32)
 
 
 class ScreenedHead:
-    """Launches the head of steps of at most `MOST_ROWS` rows.
+    """Launches the head of steps of at most `plan.most_rows` rows.
 
     `lm_head` launches the op of this name, also with a packed weight; `arrays` holds the buffers of `plan` by name, and
     the step's slots, their states and its context; `head` [V, K] is the head in 16 bits. At the address `results` each
@@ -153,7 +158,7 @@ class ScreenedHead:
         head: DeviceArray, results: np.uint64 | None,
     ):  # fmt: skip
         self._launch, self._lm_head, self._plan, self._arrays, self._head = launcher, lm_head, plan, arrays, head
-        self._results = results
+        self._results, self.most_rows = results, plan.most_rows
         self._copy = PackedWeight(arrays[f"{COPY}.codes"], None, plan.layout)
         self._vocab, self._hidden = head.shape
 
@@ -169,21 +174,24 @@ class ScreenedHead:
         self._launch(SCREEN_HEAD, constants, grid, _LANES * _COPY_WARPS, *outputs, self._head, np.int32(self._vocab))
 
     def __call__(
-        self, logits: DeviceArray, x: DeviceArray, norm: DeviceArray, eps: float, divisor: float
-    ) -> None:
+        self, logits: DeviceArray, x: DeviceArray, norm: DeviceArray, eps: float, divisor: float,
+        *, is_counted: bool = True,
+    ) -> None:  # fmt: skip
         """Fill `logits` [T, V]: exact where the request in its row's slot may choose the token, else -infinity.
 
-        `x` [T, K] are the last layer's outputs.
+        `x` [T, K] are the last layer's outputs. `is_counted` False: the step's command is counted when it ends, as that
+        of a tree is.
         """
         a, plan, num_rows = self._arrays, self._plan, len(x)
         rows, norms, screened = (a[name][:num_rows] for name in ("head_rows", "head_norms", "screened_logits"))
         owners = HeadRowsConstants(self._hidden, _WARPS * plan.cluster)
         self._launch(HEAD_ROWS, owners, num_rows, BLOCK_THREADS, rows, norms, x, norm, np.float32(eps))
         self._lm_head(screened, rows, None, self._copy, eps, divisor)
-        row_build = 1 if num_rows == 1 else MOST_ROWS
+        row_build = next(rows for rows in _ROW_BUILDS if num_rows <= rows)
         constants = RescoreConstants(self._hidden, self._vocab, plan.cluster, plan.blocks, row_build)
         self._launch(
             RESCORE, constants, plan.blocks, BLOCK_THREADS, self._results, logits, a["screen_best"],
             a["screen_counters"], a["step_context"], screened, a["head_bounds"], rows, norms, self._head,
-            a["slot_states"], a["slots"], np.int32(num_rows), np.float32(divisor), prefers_shared=True,
+            a["slot_states"], a["slots"], np.int32(num_rows), np.float32(divisor), np.int32(is_counted),
+            prefers_shared=True,
         )  # fmt: skip

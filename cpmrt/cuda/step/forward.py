@@ -20,7 +20,7 @@ from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import accept_nodes, compress_path
 from cpmrt.cuda.ops.lightning import accept_chain
-from cpmrt.cuda.ops.screened_head import COPY, MOST_ROWS, ScreenedHead, ScreenPlan
+from cpmrt.cuda.ops.screened_head import COPY, ScreenedHead, ScreenPlan
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import BoundLayer, Decoder
 from cpmrt.models.mixers.grouped import BoundAttention, kv_pages
@@ -56,7 +56,7 @@ class StepForward:
         self.screen: ScreenedHead | None = None
         if f"{COPY}.codes" in arrays:
             head = self._model.head
-            screen_plan = ScreenPlan.of(head.shape, device)
+            screen_plan = ScreenPlan.of(head.shape, device, len(arrays["screened_logits"]))
             self.screen = ScreenedHead(launcher, self.ops.lm_head, screen_plan, arrays, head, results)
 
     def of_each_kind(self) -> StepForward:
@@ -75,19 +75,19 @@ class StepForward:
         for bucket in buckets:
             self.chunk(bucket)
         for count in row_counts:
-            if self.screens(count):
-                self.decode(count, is_screened=True)
             for kind in self.row_kinds(count):
-                self.decode(count, kind=kind)
+                for is_screened in self.screenings(count):
+                    self.decode(count, is_screened=is_screened, kind=kind)
         self.head_of_first_row()
 
     def chunk(self, num_rows: int) -> None:
         """The rows of a prefill chunk through every layer; their states begin in row 1 of `hidden`."""
         self._layers(num_rows, first_state=1, is_prefill=True)
 
-    def screens(self, num_rows: int) -> bool:
-        """Whether the head of a decode step of so many rows can be screened."""
-        return self.screen is not None and num_rows <= MOST_ROWS
+    def screenings(self, num_rows: int) -> tuple[bool, ...]:
+        """Return what `is_screened` may be of a step of so many rows."""
+        can_screen = self.screen is not None and num_rows <= self.screen.most_rows
+        return (False, True) if can_screen else (False,)
 
     def row_kinds(self, num_rows: int) -> tuple[RowKind, ...]:
         """Return the kinds of rows that a decode step of so many tells apart, the narrowest first, ANY_ROWS last."""
@@ -115,23 +115,18 @@ class StepForward:
         `is_screened`: logits of tokens that no row can choose are -infinity. `kind`: as `Rows` has it.
         """
         x = self._layers(num_rows, kind=kind)
-        logits = self._arrays["logits"][:num_rows]
-        if is_screened:
-            assert self.screen is not None, "planned without a screen"
-            config = self._model.config
-            self.screen(logits, x, self._model.norm, config.rms_norm_eps, config.logit_divisor)
-        else:
-            self.head(logits, x)
+        self._head(x, is_screened=is_screened, is_counted=True)
 
     @property
     def tree_kinds(self) -> tuple[RowKind, ...]:
         """The kinds of nodes that a pass over draft trees tells apart, ANY_ROWS last."""
         return (ANY_ROWS,) if self._model.config.sparse is None else (RowKind(is_dense=True), ANY_ROWS)
 
-    def tree(self, num_rows: int, *, kind: RowKind = ANY_ROWS) -> None:
-        """The nodes of draft trees through every layer and the head. `kind`: as `Rows` has it."""
+    def tree(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
+        """The nodes of draft trees through every layer and the head. Options as those of `decode`."""
         places = (self._arrays[name][:num_rows] for name in ("locations", "tree_masks", "tree_base"))
-        self.head(self._arrays["logits"][:num_rows], self._layers(num_rows, *places, kind=kind))
+        x = self._layers(num_rows, *places, kind=kind)
+        self._head(x, is_screened=is_screened, is_counted=False)
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
         """Take in the path of each tree of so many nodes, whose keys and values are at their positions in pages of 16
@@ -156,6 +151,16 @@ class StepForward:
         rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places, kind=kind)
         hidden = arrays["hidden"][first_state : first_state + num_rows] if "hidden" in arrays else None
         return self._model.forward(self.ops, arrays, rows, hidden)
+
+    def _head(self, x: Any, *, is_screened: bool, is_counted: bool) -> None:
+        """Logits of the rows of a step. `is_counted`: as `ScreenedHead` has it."""
+        logits = self._arrays["logits"][: len(x)]
+        if not is_screened:
+            self.head(logits, x)
+            return
+        assert self.screen is not None, "planned without a screen"
+        norm, config = self._model.norm, self._model.config
+        self.screen(logits, x, norm, config.rms_norm_eps, config.logit_divisor, is_counted=is_counted)
 
     def head_of_first_row(self) -> None:
         """Logits of row 0."""

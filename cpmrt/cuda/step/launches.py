@@ -37,8 +37,8 @@ def step_launches(
     after_decode: Callable[[int], None] | None,
 ) -> dict[Hashable, Callable[[], None]]:
     """Return by name of its graph what admits a sequence, recalls cached tokens, prefills a chunk of each bucket, gives
-    its first token, and decodes each number of rows, with the head screened ("screened") too where it can be, and of
-    ones of a kind where that is something else. `after_decode(rows)` ends a decode step, unless it is None."""
+    its first token, and decodes each number of rows of each kind, with the head screened too where it can be.
+    `after_decode(rows)` ends a decode step, unless it is None."""
 
     def first() -> None:
         steps.first_begin()
@@ -61,10 +61,10 @@ def step_launches(
     chunks = {("prefill", bucket): partial(prefill, bucket) for bucket in buckets}
     decodes: dict[Hashable, Callable[[], None]] = {}
     for rows in row_counts:
-        if forward.screens(rows):
-            decodes["screened", rows] = partial(decode, rows, is_screened=True)
         for kind in forward.row_kinds(rows):
-            decodes["decode", rows, kind] = partial(decode, rows, kind=kind)
+            for is_screened in forward.screenings(rows):
+                launch = partial(decode, rows, is_screened=is_screened, kind=kind)
+                decodes["decode", rows, kind, is_screened] = launch
     return plain | chunks | decodes
 
 

@@ -114,7 +114,8 @@ def cuda_needs(
 ) -> ExecutorNeeds:
     """Return what the executor needs in the arena without a draft. Raises UnsupportedModelError, ConfigError."""
     max_rows, screened = most_rows(engine), screened_spec(specs) if engine.lm_head_screen else None
-    screen = None if screened is None else ScreenPlan.of(screened.shape, device)
+    step_rows = MAX_ROWS if engine.speculation else row_counts(engine.max_sequences)[-1]
+    screen = None if screened is None else ScreenPlan.of(screened.shape, device, step_rows)
     products_of = specs if screened is None else (*specs, copy_spec(screened.shape))
     counters = packed_tables(products_of, device)
     products = product_workspace(products_of, config, max_rows, device)
