@@ -175,6 +175,13 @@ class TracingLauncher(Launcher):
         return None if arg is None else f"{arg.dtype} {arg!r}" if isinstance(arg, np.generic) else repr(type(arg))
 
 
+def _label(name: Any) -> str:
+    """The name of a graph in words: of what a row or a head may be only what it is."""
+    parts = name if isinstance(name, tuple) else (name,)
+    words = ("screened" if part is True else "" if part is False else str(part) for part in parts)
+    return " ".join(filter(None, words)).replace("_", " ")
+
+
 class Rings:
     """Stands in for the rings to the host."""
 
@@ -215,7 +222,7 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     launches["loop"] = partial(steps.loop_end, 1, 1, np.uint64(7), 2, 4)
     launches |= drafting.launches(chunks) if drafting else {}
     for name, launch in launches.items():
-        launcher.begin(name.replace("_", " ") if isinstance(name, str) else " ".join(filter(None, map(str, name))))
+        launcher.begin(_label(name))
         launch()
         launcher.release()
     return launcher.graphs

@@ -40,4 +40,4 @@ def test_company_changes_no_bit_of_a_long_answer(
         alone = [answer(llm, prompt, PARAMS) for prompt in prompts]
     assert accompanied(opened, prompts, PARAMS) == alone
     assert used <= {RowKind("long"), ANY_ROWS}
-    assert {graph for graph in chosen if graph[1] == 8} == {("decode", 8, kind) for kind in (ANY_ROWS, *used)}
+    assert {form for form in chosen if form[0] == 8} == {(8, kind, False) for kind in (ANY_ROWS, *used)}

@@ -29,6 +29,8 @@ for name in ("small 64", "small sparse", "small int4 eagle2 4"):
     assert told.startswith(f"{graph}, launch {len(after[graph]) - 1}:"), told
     del changed[graph]
     assert launch_trace.differences(before, changed) == [f"{graph}: only before"]
+screened = {graph for graph in launch_trace.trace(setups["small screened head"], device) if "screened" in graph}
+assert screened >= {"decode 1 screened", "decode 1 short screened", "decode 16 screened"}, screened
 are_joined = {"small 1": True, "small int4 1": True, "small fp8": False, "qwen2": False, "qwen3": False, "big 1": False}
 for name, is_joined in are_joined.items():
     graphs = launch_trace.trace(setups[name], device)
