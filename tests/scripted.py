@@ -64,7 +64,8 @@ class Running:
 class LazyResult:
     """Carried out only when somebody waits, like a GPU that lags behind its queue.
 
-    `counted`: how long the rows of a decode step were taken to be when it was submitted, and whether that was certain.
+    `counted`: how long the rows of a decode step, or the deepest nodes of a tree, were taken to be when it was
+    submitted, and whether that was certain.
     """
 
     def __init__(self, executor: ScriptedExecutor, counted: tuple[tuple[int, bool], ...]):
@@ -109,7 +110,8 @@ class ScriptedExecutor:
         assert not self.closed
         self.steps.append(step)
         self.lengths.add(step)
-        pending = LazyResult(self, tuple(map(self._counted, step.slots)) if isinstance(step, Decode) else ())
+        rows = step.slots if isinstance(step, (Decode, Speculate)) else ()
+        pending = LazyResult(self, tuple(map(self._counted, rows)))
         self.queue.append((step, pending))
         if isinstance(step, Speculate):
             self.drafted.append((step, pending))
@@ -125,7 +127,7 @@ class ScriptedExecutor:
 
     def run_one(self) -> None:
         step, pending = self.queue.popleft()
-        if isinstance(step, Decode):
+        if isinstance(step, (Decode, Speculate)):
             self._check_lengths(step, pending.counted)
         pending.result = StepResult(tuple(self._run(step)))
 
@@ -155,13 +157,15 @@ class ScriptedExecutor:
         self.drafted = [(step, pending) for step, pending in self.drafted if not pending.is_read]
         return self.lengths.of(slot), not any(slot in step.slots for step, _ in self.drafted)
 
-    def _check_lengths(self, step: Decode, counted: tuple[tuple[int, bool], ...]) -> None:
+    def _check_lengths(self, step: Decode | Speculate, counted: tuple[tuple[int, bool], ...]) -> None:
         """How long its rows are was known when it was submitted; where drafts are not read yet, at most."""
-        for slot, certain, (known, is_exact) in zip(
-            step.slots, step.certain or ((),) * len(counted), counted, strict=True
-        ):
+        if isinstance(step, Decode):
+            added = [len(certain) for certain in step.certain] or [0] * len(counted)
+        else:
+            added = [self._limits.tree_shapes[step.shape].max_emitted - 1] * len(counted)
+        for slot, more, (known, is_exact) in zip(step.slots, added, counted, strict=True):
             running = self.running[slot]
-            actual = len(running.tokens) + len(certain)
+            actual = len(running.tokens) + more
             assert running.finished or known == actual or (not is_exact and known > actual)
 
     def _prefill(self, step: Prefill) -> SlotResult:
