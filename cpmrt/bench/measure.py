@@ -67,7 +67,7 @@ class Measurement:
     verify_ms: float | None = None
     rest_ms: float | None = None
     mean_rescored: float | None = None
-    """Tokens whose logits a step with a screened head computed exactly; None: the whole head was read."""
+    """Tokens whose logits a step with a screened head computed exactly; None: every step read the whole head."""
     step_ms: list[float] = field(default_factory=list, repr=False)
     prefill_spans: list[Span] = field(default_factory=list, repr=False)
     decode_spans: list[Span] = field(default_factory=list, repr=False)
@@ -112,22 +112,30 @@ def measure(
     result.mean_rescored = mean(rescored) if rescored else None
     runs = [run for run in runs if run.step_s]
     if runs:
-        held = (case.sequences, itemsize, tensors, kv_bytes, result.mean_rescored)
-        _add_decode(result, runs, lambda run: decode_bytes(config, run.mean_context, *held))
+        held = case.sequences, itemsize, tensors, kv_bytes
+        _add_decode(result, runs, lambda run, rescored: decode_bytes(config, run.mean_context, *held, rescored))
     return result
 
 
-def _add_decode(result: Measurement, runs: list[_Run], step_bytes: Callable[[_Run], int]) -> None:
+def _add_decode(result: Measurement, runs: list[_Run], step_bytes: Callable[[_Run, float | None], int]) -> None:
+    """Add the figures of decoding. `step_bytes`: what a step of a run reads, by how many tokens are rescored in it."""
     result.step_ms = sorted(seconds * 1e3 for run in runs for seconds in run.step_s)
     result.step_ms_p50 = median(result.step_ms)
     result.step_ms_p99 = _p99(result.step_ms)
     result.decode_tokens_per_s = median(run.num_decoded / run.decode_s for run in runs)
-    result.decode_gb_per_s = median(step_bytes(run) * len(run.step_s) / run.decode_s for run in runs) / 1e9
+    result.decode_gb_per_s = median(_read_bytes(run, step_bytes) / run.decode_s for run in runs) / 1e9
     host_us = sorted(seconds * 1e6 for run in runs for seconds in run.host_s)
     result.host_us_per_step, result.host_us_p99 = median(host_us), _p99(host_us)
     result.submit_us_per_step = median(seconds for run in runs for seconds in run.submit_s) * 1e6
     result.num_decoded = sum(run.num_decoded for run in runs)
     result.decode_spans = [(run.prefilled, run.prefilled + run.decode_s) for run in runs]
+
+
+def _read_bytes(run: _Run, step_bytes: Callable[[_Run, float | None], int]) -> int:
+    """Return what the decode steps of a run read: some may screen the head, and larger ones read it whole."""
+    screened = len(run.rescored)
+    whole = (len(run.step_s) - screened) * step_bytes(run, None)
+    return whole + (screened * step_bytes(run, mean(run.rescored)) if screened else 0)
 
 
 def _p99(ascending: list[float]) -> float:

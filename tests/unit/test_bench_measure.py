@@ -34,11 +34,15 @@ class Clock:
 
 
 class TimedDevice(ScriptedExecutor):
-    """Works through its queue alone: a step begins when it is submitted and the one before it has ended."""
+    """Works through its queue alone: a step begins when it is submitted and the one before it has ended.
 
-    def __init__(self, limits: ExecutorLimits, clock: Clock, slow_decode: int):
+    Every fourth decode step screens the head and computes `rescored` tokens exactly, unless that is None.
+    """
+
+    def __init__(self, limits: ExecutorLimits, clock: Clock, slow_decode: int, rescored: int | None):
         super().__init__(limits)
         self.clock, self.free_at, self.num_decodes, self.slow_decode = clock, 0.0, 0, slow_decode
+        self.rescored = rescored
 
     def submit(self, step):
         self.clock.now += SUBMIT_S
@@ -48,7 +52,7 @@ class TimedDevice(ScriptedExecutor):
             cost *= 10
         self.free_at = max(self.free_at, self.clock.now) + cost
         pending, ends = super().submit(step), self.free_at
-        original = pending.wait
+        original, number = pending.wait, self.num_decodes
 
         def is_done():
             if self.clock.now < ends:
@@ -59,7 +63,10 @@ class TimedDevice(ScriptedExecutor):
         def wait():
             assert self.clock.now >= ends
             self.clock.now += READ_S if isinstance(step, Decode) else 0.0
-            return original()
+            result = original()
+            if isinstance(step, Decode) and number % 4 == 0:
+                result.num_rescored = self.rescored
+            return result
 
         pending.is_done, pending.wait = is_done, wait
         return pending
@@ -72,9 +79,11 @@ def run(monkeypatch):
     monkeypatch.setattr(measuring, "perf_counter", clock)
     monkeypatch.setattr(engine_module, "perf_counter", clock)
 
-    def call(case, *, run_ahead=4, repeats=2, chunk=8, max_context=256, tree_shapes=(), slow_decode=-1):
+    def call(
+        case, *, run_ahead=4, repeats=2, chunk=8, max_context=256, tree_shapes=(), slow_decode=-1, rescored=None
+    ):  # fmt: skip
         limits = ExecutorLimits(max(case.sequences, 1), max_context, chunk, run_ahead, tree_shapes)
-        device = TimedDevice(limits, clock, slow_decode)
+        device = TimedDevice(limits, clock, slow_decode, rescored)
         return measure(device, MODEL, case, repeats=repeats, itemsize=2), device
 
     return call
@@ -160,6 +169,15 @@ def test_bandwidth_is_of_the_weights_and_the_context(run):
     result, _ = run(Case(8, 101), repeats=1)
     expected = decode_bytes(MODEL, 8 + 51, 1, 2) / DECODE_S / 1e9
     assert result.decode_gb_per_s == pytest.approx(expected, rel=0.01)
+
+
+def test_bandwidth_counts_the_whole_head_of_each_step_that_reads_it(run):
+    """With drafts steps of few rows are screened beside others of many."""
+    result, _ = run(Case(8, 101), repeats=1, rescored=3)
+    assert result.mean_rescored == 3
+    whole, screened = (decode_bytes(MODEL, 8 + 51, 1, 2, mean_rescored=rescored) for rescored in (None, 3))
+    assert result.decode_gb_per_s == pytest.approx((3 * whole + screened) / 4 / DECODE_S / 1e9, rel=1e-3)
+    assert abs(whole - screened) > 0.01 * whole
 
 
 @pytest.mark.parametrize("tied", [False, True])
