@@ -226,8 +226,12 @@ class Speculation:
         self._captured.add((shape, num_rows))
 
     def pass_seconds(self, shape: int) -> tuple[float, float]:
-        """Time the draft's passes and the target's of a step of this shape, over the rows that the last step left."""
+        """Time the draft's passes and the target's of a step of this shape, over the rows that the last step left.
+
+        That was a greedy step, and so the head is screened where it can be; nobody reads that count.
+        """
         tree, stream = self._draft.shapes[shape], self._launcher.stream
+        is_screened = True in self._target.screenings(tree.num_nodes)
 
         def passes() -> None:
             self._parts.passes(tree)
@@ -235,7 +239,7 @@ class Speculation:
                 self._inner.passes(tree.tree_depth)
 
         drafting = 0.0 if self._forward is None else launch_seconds(stream, passes)
-        return drafting, launch_seconds(stream, lambda: self._target.tree(tree.num_nodes))
+        return drafting, launch_seconds(stream, partial(self._target.tree, tree.num_nodes, is_screened=is_screened))
 
     def _run_catch_up(self, graphs: Graphs, slot: int) -> None:
         self._rings.write_slots(CATCH_UP, (slot,))
