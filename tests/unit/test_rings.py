@@ -93,6 +93,20 @@ def test_a_screened_step_that_was_not_run_any_more_has_no_count(device):
     assert answer.wait().slots == (SlotResult(), SlotResult()) and answer.wait().num_rescored is None
 
 
+@pytest.mark.parametrize(("status", "message"), [
+    (FAULT, "failed in the middle of a step: error 700"), (IDLE, "finished step 1 without an answer"),
+])  # fmt: skip
+def test_a_count_of_tokens_that_never_comes(device, status, message):
+    device.rings.write_slots(DECODE, (1,))
+    answer = device.rings.sent(1, (0,), is_screened=True)
+    device.answer(1, 7)
+    assert not answer.is_done()
+    device.status = status
+    with pytest.raises(DeviceError, match=message):
+        for _ in range(2500):
+            assert not answer.is_done()
+
+
 def test_slots_that_bring_certain_tokens_have_the_answer_of_their_newest_row(device):
     certain = ((41, 42), (), (43,))
     device.rings.write_certain((2, 0, 1), certain)

@@ -164,16 +164,10 @@ class Answer:
 
     def is_done(self) -> bool:
         if self._result is None:
-            tokens = answered_tokens(self._words, self._number, self._num_words)
-            # A launch of several steps may end before this one: then its head has not run, and counted nothing.
-            has_count = self._is_screened and tokens is not None and any(token != NO_TOKEN for token in tokens)
-            rescored = answered_tokens(self._words[-1:], self._number, 1) if has_count else []
-            if tokens is None or rescored is None:
+            self._result = self._read()
+            if self._result is None:
                 self._go_on()
-                return False
-            self._result = step_result(tokens, self._record, self._num_logprobs)
-            self._result.num_rescored = rescored[0] if rescored else None
-        return True
+        return self._result is not None
 
     def wait(self) -> StepResult:
         while not self.is_done():
@@ -184,6 +178,20 @@ class Answer:
         assert self._result is not None
         return self._result
 
+    def _read(self) -> StepResult | None:
+        """Return the result, or None if not all of it is there yet."""
+        tokens = answered_tokens(self._words, self._number, self._num_words)
+        if tokens is None:
+            return None
+        result = step_result(tokens, self._record, self._num_logprobs)
+        # A launch of several steps may end before this one: then its head has not run, and counted nothing.
+        if self._is_screened and any(token != NO_TOKEN for token in tokens):
+            rescored = answered_tokens(self._words[-1:], self._number, 1)
+            if rescored is None:
+                return None
+            (result.num_rescored,) = rescored
+        return result
+
     def _go_on(self) -> None:
         """See to it that the answer comes. Raises DeviceError if it never will."""
         if self._help_along is not None and not self._help_along():
@@ -191,7 +199,7 @@ class Answer:
         self._polls += 1
         if self._polls % _POLLS_BETWEEN_CHECKS or not self._rings.is_idle():
             return
-        if answered_tokens(self._words, self._number, self._num_words) is None:
+        if self._read() is None:
             raise DeviceError(f"the GPU finished step {self._number} without an answer", fix="report this as a bug")
 
 
