@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.test_inner_draft_launches import opened
+from unit.test_inner_draft_launches import SHAPE, opened
 from unit.test_several_drafts import blueprint_of
 
 from cpmrt.cuda.draft import speculation as under_test
 from cpmrt.errors import MemoryPlanError
 from cpmrt.executor import TreeMasks
-from cpmrt.ops import ANY_ROWS
+from cpmrt.ops import ANY_ROWS, RowKind
 
 __all__ = ["blueprint_of"]
+SPARSE = {"window_size": 64, "topk": 2, "dense_len": 100}
 
 
 class HeldGraphs(dict[Hashable, Callable[[], None]]):
@@ -26,7 +27,9 @@ class HeldGraphs(dict[Hashable, Callable[[], None]]):
     def add(self, name: Hashable, launches: Callable[[], None]) -> None:
         self[name] = launches
 
-    def run(self, name: Hashable) -> None: ...
+    def run(self, name: Hashable) -> None:
+        assert name in self
+        self.ran = name
 
 
 class Ring:
@@ -61,6 +64,25 @@ def test_every_node_has_a_mask(
         assert given["report_tree"][-1] == given["sample_masked_tree"][4].shape[0] == shape.num_nodes
         masks.let_go()
         assert tree._ring.written[-1] == shape.num_nodes
+
+
+def test_nodes_of_each_kind_have_graphs_of_their_own(blueprint_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are captured with the first one. Nodes that see few keys choose no blocks."""
+    monkeypatch.setattr(under_test, "TreeRing", Ring)
+    blueprint = blueprint_of("lookup", target=SHAPE | {"sparse_config": SPARSE})
+    launcher, speculation = opened(blueprint)
+    num_waiting, graphs = under_test.waiting_rows(blueprint.draft), HeldGraphs()
+    held: Any = graphs
+    launched = dict[RowKind, list[str]]()
+    for kind in (RowKind(is_dense=True), ANY_ROWS):
+        speculation._start_masked(held, 1, num_waiting, kind, TreeMasks())
+        assert len(graphs) == 2 * len(blueprint.draft.shapes)
+        assert graphs.ran == ("speculate under masks", 1, num_waiting, kind)
+        launcher.launched = []
+        graphs[graphs.ran]()
+        launched[kind] = [name for name, _ in launcher.launched]
+    dense, other = launched.values()
+    assert len(dense) < len(other) and "pick_blocks" in other and "pick_blocks" not in dense
 
 
 @pytest.mark.parametrize("name", ["eagle2", "lookup"])
