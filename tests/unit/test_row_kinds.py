@@ -1,4 +1,4 @@
-"""Which graphs a decode step of one row has, and which of them the executor runs, without a device."""
+"""Which graphs decode steps and trees have, and which of them the executor runs, without a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from executor_module import executor_module
 
 from cpmrt.bench.shapes import config_folder, gptq_config, shape_config
-from cpmrt.config import EngineConfig
+from cpmrt.config import EngineConfig, TreeShape
 from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
@@ -23,7 +23,7 @@ from cpmrt.cuda.precompile import known_device
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.lengths import Lengths
 from cpmrt.cuda.step.masks import MaskedGraphs
-from cpmrt.executor import Decode, Mask, Prefill
+from cpmrt.executor import Decode, Mask, Prefill, Speculate, TreeMasks
 from cpmrt.opening import described
 from cpmrt.ops import ANY_ROWS, SHORT_KEYS, RowKind
 from cpmrt.weights.model_folder import ModelFolder
@@ -120,6 +120,27 @@ def test_a_row_under_a_mask_is_short_as_any_other(monkeypatch: pytest.MonkeyPatc
     assert masked_kinds(monkeypatch, SHORT_KEYS - 2, steps) == [(1, SHORT), (1, SHORT), (1, ANY_ROWS)]
     steps = [Decode((1,), masks=(Mask(),), certain=((5, 6),)), Decode((1,), masks=(Mask(),), certain=((),))]
     assert masked_kinds(monkeypatch, 9, steps) == [(4, ANY_ROWS), (1, SHORT)]
+
+
+@pytest.mark.parametrize("masks", [None, TreeMasks()], ids=["plain", "masked"])
+def test_a_tree_is_of_the_kind_of_its_deepest_node(monkeypatch: pytest.MonkeyPatch, masks: TreeMasks | None) -> None:
+    """And it is screened if few tokens can be chosen in all of its slots."""
+    made: Any = object.__new__(executor_module(monkeypatch).CudaExecutor)
+    shapes, limit, found = (TreeShape.chain(3),), SPARSE["dense_len"] - 1, list[tuple[RowKind, bool]]()
+    made._forward, made._lengths = forward_of(EIGHT_B, sparse=SPARSE, draft="lookup"), Lengths(shapes, limit)
+    made._screened, made._num_logprobs = {1, 2}, {}
+
+    def speculate(graphs: Any, step: Any, num_logprobs: Any, kind: RowKind, *, may_screen: bool) -> None:
+        found.append((kind, may_screen))
+
+    made._graphs, made._speculation = None, SimpleNamespace(speculate=speculate)
+    for slot in (1, 2, 3):
+        made._lengths.add(Prefill(slot, (7,) * (limit - 8), 0, True))
+    for slots in ((1,), (1,), (1,), (1, 2), (2, 3)):
+        step = Speculate(slots, 0, masks)
+        made._lengths.add(step)
+        made._submit_speculate(step)
+    assert found == [(DENSE, True), (DENSE, True), (ANY_ROWS, True), (ANY_ROWS, True), (DENSE, False)]
 
 
 def test_graphs_under_masks_are_captured_for_all_kinds_at_once() -> None:
