@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,29 @@ def test_what_needs_all_logits_gets_them(cuda: Any, sampling: Sampling, dtype: D
     assert np.array_equal(bits(head.rescored(x, [sampling, GREEDY])), bits(head.whole(x)))
 
 
+@pytest.mark.parametrize("count", [9, 16, 27])
+def test_what_one_of_many_rows_needs_is_there_for_its_eight(cuda: Any, count: int) -> None:
+    head = random_head(cuda, "small", DType.BFLOAT16)
+    x, first = rows_for(head, count), (count - 1) // 8 * 8
+    found, whole = head.rescored(x, [GREEDY] * (count - 1) + [UNPROVEN[0]]), head.whole(x)
+    assert np.array_equal(bits(found[first:]), bits(whole[first:])) and head.num_rescored == head.vocab
+    for row in range(first):
+        check(found[row], whole[row], GREEDY)
+
+
+@pytest.mark.parametrize("count", [1, 8, 32])
+def test_a_device_of_few_multiprocessors(cuda: Any, count: int) -> None:
+    """A block has tokens of many rounds."""
+    head = random_head(cuda, "0.5B", DType.BFLOAT16)
+    head.plan = replace(head.plan, blocks=16)
+    x, samplings = rows_for(head, count), [(GREEDY, *SAMPLED)[row % 7] for row in range(count)]
+    whole = head.whole(x)
+    for _ in range(3):
+        found = head.rescored(x, samplings)
+        for row, sampling in enumerate(samplings):
+            check(found[row], whole[row], sampling)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 def test_near_ties_equal_rows_and_outliers(cuda: Any, dtype: DType) -> None:
     random = np.random.default_rng(9)
@@ -117,16 +141,28 @@ def test_what_is_not_finite_is_rescored_as_it_is(cuda: Any, value: float, dtype:
     assert np.array_equal(bits(found[[0, 2]]), bits(whole[[0, 2]]))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_among_many_rows(cuda: Any, value: float) -> None:
+    head = random_head(cuda, "small", DType.BFLOAT16)
+    x = rows_for(head, 24)
+    x[17, 5] = value
+    found, whole = head.rescored(x, [GREEDY] * 24), head.whole(x)
+    assert np.array_equal(np.isnan(found[17]), np.isnan(whole[17])) and not np.isfinite(whole[17]).all()
+    for row in (*range(17), *range(18, 24)):
+        check(found[row], whole[row], GREEDY)
+
+
 def test_the_interval_holds_every_logit(cuda: Any) -> None:
     for dtype in DTYPES:
         head = random_head(cuda, "odd", dtype)
-        x = rows_for(head, 8)
-        head.rescored(x, [GREEDY] * 8)
-        bounds, norms = cuda.numpy(head.arrays["head_bounds"]), cuda.numpy(head.arrays["head_norms"])[:8]
-        screened, whole = cuda.numpy(head.arrays["screened_logits"])[:8], head.whole(x)
-        width = norms[:, None].astype(np.float64) * bounds / DIVISOR
-        apart = np.abs(screened.astype(np.float64) - whole)
-        assert (apart < width).all() and 0.05 < (apart / width).max() < 0.6
+        x = rows_for(head, 32)
+        for count in (8, 32):
+            head.rescored(x[:count], [GREEDY] * count)
+            bounds = cuda.numpy(head.arrays["head_bounds"])
+            norms, screened = (cuda.numpy(head.arrays[name])[:count] for name in ("head_norms", "screened_logits"))
+            width = norms[:, None].astype(np.float64) * bounds / DIVISOR
+            apart = np.abs(screened.astype(np.float64) - head.whole(x[:count]))
+            assert (apart < width).all() and 0.05 < (apart[:8] / width[:8]).max() < 0.6
 
 
 def test_a_head_whose_blocks_share_tiles(cuda: Any) -> None:
