@@ -27,7 +27,7 @@ COPY = "head_copy"
 """The name of the 8-bit copy, as that of a weight."""
 _ROW_BUILDS = (1, 8, 16, 32)
 MOST_ROWS = _ROW_BUILDS[-1]
-"""Rows of a step at most: the candidates of all rows are computed for each of them."""
+"""Rows of a step at most: the more there are, the more tokens are candidates of one of them."""
 MOST_TOP_K = 64
 """The most likely tokens that a request may sample from: of more, too many are candidates."""
 MOST_COLUMNS = 16384
