@@ -112,7 +112,8 @@ def setups() -> dict[str, Setup]:
             made[f"{name} sparse eagle2"] = held, long, SPARSE, "eagle2", 4
         head, few = {"max_context": 4096}, {"max_context": 4096, "max_sequences": 16}
         made[f"{label} head 8"] = config, head | {"lm_head_bits": 8}, "auto", None, 16
-        made[f"{label} screened head"] = config, few | {"lm_head_screen": True}, "auto", None, 16
+        for name, draft in (("screened head", None), ("screened eagle2", "eagle2")):
+            made[f"{label} {name}"] = config, few | {"lm_head_screen": True}, "auto", draft, 16
         quantised = {"quantization_config": GPTQ}
         made[f"{label} int4 head 4"] = config | quantised, head | {"lm_head_bits": 4}, "auto", None, 16
         for name, changes in (("asym", {"sym": False, "group_size": 32}), ("order", {"desc_act": True})):

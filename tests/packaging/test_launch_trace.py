@@ -31,6 +31,9 @@ for name in ("small 64", "small sparse", "small int4 eagle2 4"):
     assert launch_trace.differences(before, changed) == [f"{graph}: only before"]
 screened = {graph for graph in launch_trace.trace(setups["small screened head"], device) if "screened" in graph}
 assert screened >= {"decode 1 screened", "decode 1 short screened", "decode 16 screened"}, screened
+drafting = launch_trace.trace(setups["small screened eagle2"], device)
+heads = {graph for graph, launches in drafting.items() if "rescore" in {launch[0] for launch in launches}}
+assert "speculate 0 1 screened" in heads and "speculate 0 1" in drafting.keys() - heads, heads
 are_joined = {"small 1": True, "small int4 1": True, "small fp8": False, "qwen2": False, "qwen3": False, "big 1": False}
 for name, is_joined in are_joined.items():
     graphs = launch_trace.trace(setups[name], device)
