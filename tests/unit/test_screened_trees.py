@@ -55,8 +55,8 @@ def test_which_step_takes_them(
 ) -> None:
     """Those of captured rows that are few enough, if all of its sequences may: padding counts as rows do."""
     _, speculation = opened(blueprint_of("lookup", CHAINS, lm_head_screen=True))
-    sent, graphs = list[bool](), SimpleNamespace(run_step=lambda key, slots: ran.append(key))
-    ran = list[Any]()
+    sent, ran = list[bool](), list[Any]()
+    graphs = SimpleNamespace(run_step=lambda key, slots: ran.append(key))
     rings = SimpleNamespace(
         write_slots=lambda *_: None, sent=lambda *_, is_screened: sent.append(is_screened), next_number=1
     )
