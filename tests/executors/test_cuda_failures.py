@@ -74,7 +74,7 @@ def test_a_full_context_is_refused_before_any_work(folder: Path, monkeypatch: py
         assert len(whole.token_ids) == 30
         with pytest.raises(ContextLengthError, match="at most 70 tokens, got 40 prompt \\+ 31 new; ask for at most 30"):
             llm.generate(prompt, SamplingParams(max_new_tokens=31, ignore_eos=True))
-        with pytest.raises(ContextLengthError, match="at most 70, got 71"):
+        with pytest.raises(ContextLengthError, match="at most 70 tokens, got 71"):
             llm.logits([5] * 71)
         assert llm.generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True)).token_ids == whole.token_ids
 
