@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
+from inspect import signature
 from threading import Thread
 from typing import Any, NoReturn, TypeVar, cast, overload
 
@@ -16,7 +17,7 @@ import numpy as np
 from cpmrt.config import SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import GenerationStats
-from cpmrt.errors import ArgumentError
+from cpmrt.errors import ArgumentError, CpmrtError
 from cpmrt.generation import Completion, Piece
 from cpmrt.job_maker import Message, Pooling, Prompt, Prompts, Tool, are_conversations, is_batch
 from cpmrt.keywords import checks_keywords
@@ -28,6 +29,7 @@ from cpmrt.sharing.text_stream import not_copied
 T = TypeVar("T")
 _MAKERS = 32
 """Threads that prepare prompts, at most: each may wait for a slot with a `prefix_dir`."""
+_LLM_HINTS = {name: f"pass it to the LLM: AsyncLLM(LLM({name}=...))" for name in signature(LLM).parameters}
 
 
 class AsyncLLM:
@@ -42,6 +44,7 @@ class AsyncLLM:
         ...         print(piece.text, end="", flush=True)
     """
 
+    @checks_keywords(_LLM_HINTS)
     def __init__(self, llm: LLM):
         if not isinstance(llm, LLM):
             raise ArgumentError("AsyncLLM", expected="an LLM", actual=type(llm).__name__, fix="AsyncLLM(LLM(model))")
@@ -226,6 +229,10 @@ class AsyncTextStream(AsyncIterator[Piece]):
         self._reading = asyncio.Lock()
 
     async def __anext__(self) -> Piece:
+        if self._job is not None and self._inbox.loop is not asyncio.get_running_loop():
+            raise CpmrtError(
+                "the stream was begun in another event loop", fix="read it in that one, or make a stream in each"
+            )
         async with self._reading:
             if self._llm is None:
                 raise StopAsyncIteration

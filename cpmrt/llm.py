@@ -317,10 +317,12 @@ class LLM:
         vectors = self._read([self.maker.embed(each, pooling, normalize) for each in prompts])
         return np.stack(vectors) if is_batch(prompt) else vectors[0]
 
+    @checks_keywords(SAMPLING_HINTS)
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """What the engine takes for this prompt, for servers and tools. Raises RequestError."""
         return self.maker.request(prompt, params)
 
+    @checks_keywords()
     def save_prefix(self, path: str | Path, prompt: Prompt) -> int:
         """Write the keys and values of a prompt (text, or token ids) to a file; return of how many tokens.
 
@@ -329,6 +331,7 @@ class LLM:
         """
         return self._prefixes.save(path, self.maker.token_ids(prompt))
 
+    @checks_keywords()
     def load_prefix(self, path: str | Path) -> int:
         """Read a file of `save_prefix`, so that prompts that begin with its tokens begin behind them; return how many.
 

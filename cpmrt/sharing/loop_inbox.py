@@ -15,7 +15,7 @@ class LoopInbox:
     """
 
     def __init__(self, *, only_ends: bool = False):
-        self._loop, self._only_ends = asyncio.get_running_loop(), only_ends
+        self.loop, self._only_ends = asyncio.get_running_loop(), only_ends
         self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self.get = self._queue.get
 
@@ -25,7 +25,7 @@ class LoopInbox:
             items = only_ends(items)
         if items:
             with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                self._loop.call_soon_threadsafe(self._take, items)
+                self.loop.call_soon_threadsafe(self._take, items)
 
     def _take(self, items: list[Item]) -> None:
         for item in items:

@@ -285,6 +285,19 @@ def test_errors_reach_their_callers(llm):
         pickle.dumps(AsyncLLM(llm).stream("a"))
     with pytest.raises(ArgumentError, match=r"AsyncLLM\(LLM\(model\)\)"):
         AsyncLLM("openbmb/MiniCPM4-0.5B")
+    with pytest.raises(ArgumentError, match=r"no argument 'max_sequences'; pass it to the LLM: AsyncLLM\(LLM\(max_seq"):
+        AsyncLLM("openbmb/MiniCPM4-0.5B", max_sequences=8)
+    with pytest.raises(ArgumentError, match=r"AsyncLLM\(LLM\(max_context=...\)\)"):
+        AsyncLLM(llm, max_model_len=8)
+
+
+def test_a_stream_belongs_to_the_loop_that_has_begun_it(llm):
+    stream = AsyncLLM(llm).stream("abc", LONG)
+    asyncio.run(anext(stream))
+    with pytest.raises(CpmrtError, match="begun in another event loop"):
+        asyncio.run(anext(stream))
+    stream.close()
+    assert llm.generate("x", SamplingParams(max_new_tokens=2, ignore_eos=True)).finish_reason == "length"
 
 
 def test_a_device_that_fails_to_close_leaves_no_thread(llm, monkeypatch):
