@@ -43,7 +43,8 @@ class CpmrtError(Exception):
         self.what, self.expected, self.actual, self.fix = what, expected, actual, fix
         found = [f"expected {expected}"] * (expected is not None) + [f"got {actual}"] * (actual is not None)
         message = what + (": " + ", ".join(found) if found else "") + (f"; {fix}" if fix else "")
-        super().__init__(" ".join(message.split()))
+        # A path may hold bytes that are no text, which nobody could print.
+        super().__init__(" ".join(message.split()).encode(errors="backslashreplace").decode())
 
 
 class ConfigError(CpmrtError):

@@ -54,6 +54,17 @@ def test_a_name_that_no_file_can_have_is_refused(tmp_path):
         read_json_if_there(tmp_path / ("x" * 5000))
 
 
+def test_a_name_that_is_no_text_can_be_shown(tmp_path):
+    folder = tmp_path / os.fsdecode(b"\xff")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("this file system has no such names")
+    with pytest.raises(CheckpointError) as caught:
+        ModelFolder.open(folder)
+    assert r"\udcff/config.json does not exist" in str(caught.value).encode().decode()
+
+
 @pytest.mark.skipif(not FAILING.exists(), reason="needs /proc")
 def test_a_read_that_fails_names_the_file():
     for read in (lambda: read_json(FAILING), lambda: read_file(FAILING, 100), lambda: read_token_index(FAILING, 9)):
