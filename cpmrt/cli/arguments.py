@@ -282,11 +282,13 @@ def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | Non
 
 
 def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return keys for the config.json of a shape's drafts. Raises UsageError without --shape."""
+    """Return keys for the config.json of a shape's drafts. Raises UsageError without --shape, and one of its drafts."""
     if args.draft_weight_bits == 16:
         return {}
     if not args.shape:
         raise UsageError("--draft-weight-bits needs --shape: a draft of its own folder has its own bits")
+    if args.draft not in ("eagle2", "eagle3", "dspark"):
+        raise UsageError("--draft-weight-bits needs --draft eagle2, eagle3 or dspark")
     return {"quantization_config": gptq_config(args.group_size)}
 
 

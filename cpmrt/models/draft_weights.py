@@ -13,7 +13,7 @@ import numpy as np
 from cpmrt.config import EngineConfig, SpeculationConfig
 from cpmrt.config.draft import DraftConfig
 from cpmrt.config.dspark import chains_of
-from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
+from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, quoted
 from cpmrt.models.draft import PREFIX, Draft, prefixed, tensor_specs
 from cpmrt.models.drafts.dspark import cut_markov
 from cpmrt.models.layers import Names
@@ -22,6 +22,7 @@ from cpmrt.weights.check import DRAFT_LEFTOVERS, LEFTOVERS, check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.copies import EMBEDDING, HEAD, is_copy
 from cpmrt.weights.draft_folder import DraftFolder
+from cpmrt.weights.files import is_there
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs, round_layers
 from cpmrt.weights.repository import has_weights
@@ -124,7 +125,11 @@ def _frequent(
     """The tokens that the target's head is cut to, or None: what the user named, else what the draft brings along."""
     wanted = wish.draft_vocab
     if isinstance(wanted, str):
-        return read_token_index(Path(os.path.expanduser(wanted)), vocab_size)
+        path = Path(os.path.expanduser(wanted))
+        if not is_there(path):
+            expected = "a number of tokens such as 8192, or a file that lists them"
+            raise ConfigError("speculate: draft_vocab", expected=expected, actual=quoted(wanted))
+        return read_token_index(path, vocab_size)
     if wanted == vocab_size:
         return None
     if wanted is not None and wanted > vocab_size:
