@@ -6,12 +6,23 @@ import os
 from pathlib import Path
 
 
+def _home() -> Path:
+    """Return the user's own folder. One that has none gets the root, as container runtimes have it."""
+    found = os.path.expanduser("~")
+    return Path(found if found != "~" else "/")
+
+
+def set_home() -> None:
+    """Set `HOME` where nothing says what it is: the clients of the hubs fail without it, or make a folder named ~."""
+    os.environ.setdefault("HOME", str(_home()))
+
+
 def cache_dir() -> Path:
     """Return the folder of compiled kernels: `CPMRT_CACHE_DIR`, `$XDG_CACHE_HOME/cpmrt` or `~/.cache/cpmrt`."""
     explicit = os.environ.get("CPMRT_CACHE_DIR")
     if explicit:
         return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpmrt"
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "cpmrt"
 
 
 def state_dir() -> Path:
@@ -19,7 +30,7 @@ def state_dir() -> Path:
     explicit = os.environ.get("CPMRT_STATE_DIR")
     if explicit:
         return Path(explicit)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "cpmrt"
+    return Path(os.environ.get("XDG_STATE_HOME") or _home() / ".local" / "state") / "cpmrt"
 
 
 def kernels_dir() -> Path | None:
@@ -55,7 +66,7 @@ def wants_parallel_transfer() -> bool:
 
 def cupy_cache_dir() -> Path:
     """Return CuPy's own cache, which it creates on import: `CUPY_CACHE_DIR`, else `~/.cupy/kernel_cache`."""
-    return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+    return Path(os.environ.get("CUPY_CACHE_DIR") or _home() / ".cupy/kernel_cache")
 
 
 def set_cupy_cache_dir(folder: Path) -> None:

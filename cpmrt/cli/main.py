@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from cpmrt import __version__
+from cpmrt import __version__, env
 from cpmrt.cli.ending_signals import leaving_on_signals
 from cpmrt.cli.output import complain, discard_stdout, discard_unwritten_remarks, printable, show_remarks
 from cpmrt.cli.parser import Parser, UsageError, add_quiet, naming_options, nearest
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: the program's own) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _open_missing_streams()
+    env.set_home()
     try:
         code = _run(arguments)
         sys.stdout.flush()

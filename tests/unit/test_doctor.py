@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpmrt import installation
+from cpmrt import env, installation
 from cpmrt.cli import gpu_probes, host_probes
 from cpmrt.cli.host_probes import Status
 from cpmrt.cli.main import main
@@ -110,6 +111,17 @@ def test_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "new" / "a.cubin"))
     blocked = host_probes.cache_folder()
     assert blocked.status is Status.MISSING and "CPMRT_CACHE_DIR" in blocked.fix
+
+
+def test_a_user_without_a_home(monkeypatch, capsys):
+    """As in a container that runs as a user it does not know: its folders are those that HOME=/ gives."""
+    for name in ("HOME", "CPMRT_CACHE_DIR", "CPMRT_STATE_DIR", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert (env.cache_dir(), env.state_dir()) == (Path("/.cache/cpmrt"), Path("/.local/state/cpmrt"))
+    assert env.cupy_cache_dir() == Path("/.cupy/kernel_cache")
+    assert "/.cache/cpmrt" in host_probes.cache_folder().found
+    assert main(["plan"]) == 0 and os.environ["HOME"] == "/"  # for the clients of the hubs, which ask for it too
 
 
 DRIVER_SOURCE = """
