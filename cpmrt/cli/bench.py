@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,8 @@ def _check_folder(path: Path) -> None:
     """Raise CpmrtError, before anything is measured, if the file cannot be written afterwards."""
     if not path.parent.is_dir() or path.is_dir():
         raise CpmrtError(f"{path} cannot be written", expected="a file in a folder that exists")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CpmrtError(f"{path} cannot be written: Permission denied", fix="name a file where you may write")
 
 
 def _write_file(path: Path, text: str) -> None:

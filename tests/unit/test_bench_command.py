@@ -303,6 +303,16 @@ def test_a_plot_that_cannot_be_written_is_one_line(fake_matplotlib, tmp_path):
         plot(report(), tmp_path / "absent" / "x.png")
 
 
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_measured(
+    fake_matplotlib, tmp_path, monkeypatch, capsys, option
+):
+    monkeypatch.setattr(bench_module, "run_benchmark", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    assert main(["bench", "--case", "8:4", option, str(tmp_path / "x")]) == 1
+    assert f"{tmp_path / 'x'} cannot be written: Permission denied; name a file" in capsys.readouterr().err
+
+
 def test_a_plot_of_nothing_sampled(fake_matplotlib, tmp_path):
     plot(report(samples=Samples()), tmp_path / "x.png")
     assert (tmp_path / "x.png").exists()
