@@ -22,6 +22,7 @@ class PrefixFolder:
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES):
         self._folder, self._max_bytes = folder, max_bytes
+        self.name = str(folder)
 
     def path_of(self, fingerprint: str, token_ids: tuple[int, ...]) -> Path:
         """Return where the prefix of these tokens is, or is to be written; the folder is made. Raises OSError."""

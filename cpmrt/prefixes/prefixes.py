@@ -34,6 +34,7 @@ from cpmrt.weights.model_folder import ModelFolder
 MIN_TOKENS = 4 * PAGE_SIZE
 """The shortest beginning that a folder keeps: shorter ones are computed as fast as they are read."""
 _WRITE_ELSEWHERE = "name a file in a folder where you may write, on a disk with enough room"
+_KEEP_ELSEWHERE = "name a folder where you may write, on a disk with enough room"
 
 
 class Prefixes:
@@ -120,7 +121,10 @@ class Prefixes:
         except ClosedError:
             raise
         except (CpmrtError, OSError, ValueError) as error:
-            warnings.warn(f"the prefix folder cannot be used, so prompts are computed whole: {error}", stacklevel=3)
+            what = "the prefix folder cannot be used, so prompts are computed whole"
+            if not isinstance(error, CpmrtError):
+                error = PrefixError(f"{self._folder.name}: {reason_of(error)}", fix=_KEEP_ELSEWHERE)
+            warnings.warn(f"{what}: {error}", stacklevel=3)
 
     def _run(self, job: Reading) -> None:
         self._shared.run([job])
@@ -149,7 +153,8 @@ class Prefixes:
             finally:
                 file.close()
         except (PrefixError, CheckpointError) as error:
-            warnings.warn(f"a file of the prefix folder is made again: {error}", stacklevel=5)
+            damage = PrefixError(error.what, expected=error.expected, actual=error.actual)  # nobody has to mend it
+            warnings.warn(f"a file of the prefix folder is made again: {damage}", stacklevel=5)
             path.unlink(missing_ok=True)
             return False
         return True
