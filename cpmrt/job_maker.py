@@ -303,7 +303,7 @@ class JobMaker:
         for index, token in enumerate(ids):
             is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
             if not is_integer or not 0 <= token < vocab:
-                fix = "pass one prompt, or use generate or embed for a list of them" if isinstance(token, str) else None
+                fix = "pass one prompt; generate and embed take a list of them too" if isinstance(token, str) else None
                 expected = f"an id in [0, {vocab})"
                 raise RequestError(f"prompt: token {index}", expected=expected, actual=quoted(token), fix=fix)
         return tuple(int(token) for token in ids)
