@@ -1,15 +1,13 @@
-"""Show a model its tools, read the calls in its answer, and give it the results: python examples/tool_calls.py [MODEL]
+"""Let a model call a tool, and tell it what that gave: python examples/tool_calls.py [MODEL]
 
-The bundled model is too small to call a tool, so without MODEL an answer of MiniCPM5 stands in for the model's.
-The chat template of MODEL must have a place for tools.
+The chat template of MODEL must have a place for tools. The bundled model's has none, so without MODEL it is made to
+call the tool by its name, for which llguidance is needed; what it asks the tool makes little sense.
 """
 
 import json
 import sys
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.server.chat_text import ChatText, Message
-from cpmrt.tool_use.calls import schemas_of
 
 WEATHER = {
     "type": "function",
@@ -23,7 +21,6 @@ WEATHER = {
         },
     },
 }
-STAND_IN = '<function name="weather"><param name="city">Beijing</param><param name="days">2</param></function>'
 
 
 def weather(city: str, days: int = 1) -> str:
@@ -34,14 +31,15 @@ def weather(city: str, days: int = 1) -> str:
 with LLM(*sys.argv[1:]) as llm:
     params = SamplingParams(max_new_tokens=256)
     messages = [{"role": "user", "content": "What is the weather in Beijing, today and tomorrow?"}]
-    answer = llm.chat(messages, params, tools=[WEATHER]).text if sys.argv[1:] else STAND_IN
-    reader, message = ChatText(None, schemas_of([WEATHER])), Message()
-    message.add(reader.push(answer) + reader.flush())
-    messages.append(message.content())
-    for call in messages[-1].get("tool_calls", ()):
-        arguments = json.loads(call["function"]["arguments"])
-        print(f"{call['function']['name']}({arguments})")
-        call["function"]["arguments"] = arguments  # templates want an object
-        messages.append({"role": "tool", "tool_call_id": call["id"], "content": weather(**arguments)})
-    print(messages[-1]["content"])
-    print(llm.chat(messages, params if sys.argv[1:] else SamplingParams(max_new_tokens=16)).text)
+    answer = llm.chat(messages, params, tools=[WEATHER], tool_choice="auto" if sys.argv[1:] else "weather")
+    if answer.tool_calls:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in answer.tool_calls]
+        calls = [{"id": f"call_{n}", "type": "function", "function": each} for n, each in enumerate(functions)]
+        messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+        for call, asked in zip(calls, answer.tool_calls, strict=True):
+            arguments = json.loads(asked.arguments)
+            result = weather(**arguments)
+            print(f"{asked.name}({arguments}): {result}")
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        answer = llm.chat(messages, params if sys.argv[1:] else SamplingParams(max_new_tokens=16))
+    print(answer.text)
