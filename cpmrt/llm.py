@@ -294,8 +294,7 @@ class LLM:
     def score(self, prompt: Prompt) -> F32:
         """Natural log-probability of each token after the first, given those before it: float32 [T - 1].
 
-        Text begins with the tokenizer's BOS token if it has one. Waits for a slot. Raises NonFiniteLogitsError where
-        the model gives NaN or infinity.
+        Text begins with the tokenizer's BOS token if there is one. Waits for a slot. Raises NonFiniteLogitsError.
 
             >>> perplexity = float(np.exp(-llm.score("some text").mean()))
         """
@@ -324,10 +323,9 @@ class LLM:
 
     @checks_keywords()
     def save_prefix(self, path: str | Path, prompt: Prompt) -> int:
-        """Write the keys and values of a prompt (text, or token ids) to a file; return of how many tokens.
+        """Write the keys and values of a prompt to a file, of whole pages of 64 tokens; return of how many tokens.
 
-        These are whole pages of 64 tokens. They are in memory then too. Raises PrefixError, RequestError,
-        ContextLengthError.
+        They are in memory then too. Raises PrefixError, RequestError, ContextLengthError.
         """
         return self._prefixes.save(path, self.maker.token_ids(prompt))
 
@@ -335,16 +333,15 @@ class LLM:
     def load_prefix(self, path: str | Path) -> int:
         """Read a file of `save_prefix`, so that prompts that begin with its tokens begin behind them; return how many.
 
-        Raises PrefixError for a file that is damaged, or of another model, dtype, context, kv_dtype or draft,
-        and RequestError, ContextLengthError.
+        Raises PrefixError (damaged, or of another model or settings), RequestError, ContextLengthError.
         """
         return self._prefixes.load(path)
 
     def prepare_next_turn(self) -> None:
         """Compute the last answers once more, as prompts that begin with them would be, so that these find them.
 
-        A program calls it while a user reads or types; a server and `cpmrt chat` do so by themselves. Without it the
-        next turn does. No effect where answers are kept as they are (`prefix_cache="fast"`) and on the NumPy executor.
+        A program calls it while a user reads or types, as servers and `cpmrt chat` do; else the next turn does.
+        It has no effect with `prefix_cache="fast"` and on the NumPy executor.
         """
         self._shared.remake_answers()
 

@@ -232,7 +232,7 @@ def test_a_cut_vocabulary_needs_its_list(tmp_path, wish, message):
 
 
 def test_a_list_in_a_home_that_there_is_not(tmp_path):
-    with pytest.raises(CheckpointError, match="~nobody of this name/list.json does not exist"):
+    with pytest.raises(ConfigError, match="draft_vocab: expected a number.*, got '~nobody of this name/list.json'"):
         opened(tmp_path, eagle2_tensors("cpmcu"), draft_vocab="~nobody of this name/list.json")
 
 
