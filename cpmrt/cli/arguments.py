@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Protocol
 
-from cpmrt.bench.shapes import blocks_config, gptq_config, ternary_config
+from cpmrt.bench.shapes import blocks_config, draft_configs, gptq_config, ternary_config
 from cpmrt.cli.option_values import (
     draft_vocab,
     json_object,
@@ -287,7 +287,7 @@ def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     if not args.shape:
         raise UsageError("--draft-weight-bits needs --shape: a draft of its own folder has its own bits")
-    if args.draft not in ("eagle2", "eagle3", "dspark"):
+    if args.draft not in draft_configs(args.shape):
         raise UsageError("--draft-weight-bits needs --draft eagle2, eagle3 or dspark")
     return {"quantization_config": gptq_config(args.group_size)}
 

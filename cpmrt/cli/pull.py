@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Fetch what is missing. Raises CheckpointError, ConfigError, UnsupportedModelError."""
     if os.path.isdir(os.path.expanduser(args.name)):
         raise UsageError(f"{printable(args.name)} is a folder of this machine: there is nothing to download")
-    if args.name == "demo":
-        raise UsageError("demo is the bundled model: there is nothing to download")
+    if args.name == hub.BUNDLED.name:
+        raise UsageError(f"{args.name} is the bundled model: there is nothing to download")
     repository = hub.repository(args.name, args.revision)
     folder = repository.fetch_config()
     if not args.draft:
