@@ -1,4 +1,4 @@
-// What happens beside the queries of latent attention: latents of a step's rows go to the pages.
+// Appending the latents of a step's rows to their KV pages, which a kernel does beside making the queries of latent attention.
 #pragma once
 #include "copy.cuh"
 
@@ -6,17 +6,19 @@
 #error "a constant is not defined"
 #endif
 
-constexpr int kLatentSpans = KV_RANK / 256;  // of 256 columns, 8 a lane
+constexpr int kLatentSpans = KV_RANK / 256;  // spans of 256 columns in a latent, 8 columns a lane
 constexpr int kRopePairs = ROPE_DIM / 2;
 constexpr int kCached = KV_RANK + ROPE_DIM;
-constexpr int kAngles = (kRopePairs + 31) / 32;        // of a lane
+constexpr int kAngles = (kRopePairs + 31) / 32;        // the most pairs that a lane rotates
 
-// Both halves of a pair, rotated. One way to round, whatever the compiler would contract: a row's bits do not depend on the kernel.
+// Returns a pair rotated by an angle (cosine, sine). Contractions are written out, so that the compiler rounds in one way
+// everywhere: a row's bits do not depend on the kernel.
 DEVICE float2 rotated(float first, float second, float2 angle) {
   return make_float2(fmaf(first, angle.x, -__fmul_rn(second, angle.y)), fmaf(second, angle.x, __fmul_rn(first, angle.y)));
 }
 
-// What the latents of a step's rows become, and where.
+// Stores the latents of a step's rows in the pages. `latents` has rows of q_rank + kCached columns, of which the first q_rank make
+// queries; a page holds of each token the latent normalised (KV_RANK), then the part of its key that is rotated (ROPE_DIM).
 struct Append {
   scalar_t* pages;
   const scalar_t *latents, *norm, *rope;
@@ -24,7 +26,7 @@ struct Append {
   int num_rows, max_context, q_rank, pages_per_sequence;
   float eps;
 
-  // Looks up the place of a row in the pages, null if it has none, and the lane's angles.
+  // Returns where a row goes in the pages, null if its slot is below 0, and reads the lane's angles of its position.
   DEVICE scalar_t* look_up(float2 (&angles)[kAngles], int row, int lane) const {
     const int slot = load_now(slots + row), position = load_now(positions + row);
     const int location = locations == nullptr ? position : load_now(locations + row);
@@ -39,7 +41,7 @@ struct Append {
     return pages + (static_cast<int64_t>(page) * kPageTokens + location % kPageTokens) * kCached;
   }
 
-  // All lanes of a warp.
+  // Normalises and rotates a row's latent and stores it at `to`. All lanes of a warp call it.
   DEVICE void store(scalar_t* to, const uint4 (&weights)[kLatentSpans], const float2 (&angles)[kAngles], int row, int lane) const {
     const scalar_t* from = latents + static_cast<int64_t>(row) * (q_rank + kCached) + q_rank;
     uint4 held[kLatentSpans];
@@ -77,7 +79,8 @@ struct Append {
     }
   }
 
-  // A warp a row: the rows from first_row on, every so many. With the wait for the kernels before.
+  // Stores the rows from first_row on, a warp each: a warp's next row is `step` further. It calls pdl_wait itself; the norm's weights and
+  // the place of the first row are read before that.
   DEVICE void run(int first_row, int step) const {
     const int lane = threadIdx.x % 32, first = first_row + threadIdx.x / 32;
     uint4 weights[kLatentSpans];

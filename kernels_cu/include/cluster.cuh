@@ -1,13 +1,13 @@
-// Blocks of a cluster (sm_90 and later): their barrier, each other's shared memory, values sent to a peer's barrier.
+// Blocks of a cluster (sm_90 and later): their barrier, addresses in each other's shared memory, values sent there that a barrier counts.
 #pragma once
 #include "mbarrier.cuh"
 
-// Arrives with nothing written that a peer will read: no fence.
+// Arrives at the cluster's barrier without a fence: for threads that have written nothing that a peer will read.
 DEVICE void cluster_announce() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// The same shared address in block `rank` of the cluster.
+// Returns the address, in the shared memory of block `rank` of the cluster, of what lies at `address` in this block's.
 DEVICE uint32_t peer_address(uint32_t address, int rank) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));

@@ -1,8 +1,8 @@
-// Global loads and stores of 16 bytes, shared memory by address, and cp.async from the one to the other (sm_80 and later).
+// Global loads and stores of 16 bytes, shared memory by address, and cp.async from global to shared memory (sm_80 and later).
 #pragma once
 #include "types.cuh"
 
-// What is read once (weights): through the read-only path, not kept in L1. `source` is 16-byte aligned, and no
+// Loads 16 bytes that are read once (weights): through the read-only path, not kept in L1. `source` is 16-byte aligned, and no
 // running kernel writes it.
 DEVICE uint4 load16_streamed(const void* source) {
   uint4 v;
@@ -12,8 +12,8 @@ DEVICE uint4 load16_streamed(const void* source) {
   return v;
 }
 
-// Reads now, past the L1: the compiler would move a load to its first use, which may lie behind pdl_wait or behind the use of
-// another load.
+// Loads at this place in the program, past the L1. The compiler would move an ordinary load to its first use, which may lie behind
+// pdl_wait or behind the use of another load.
 DEVICE int load_now(const int* source) {
   int v;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(source) : "memory");
@@ -37,7 +37,7 @@ DEVICE scalar_t load_now(const scalar_t* source) {
 
 DEVICE uint4 load16(const void* source) { return *static_cast<const uint4*>(source); }
 
-// What the kernel before this one wrote: never above pdl_wait, whatever the compiler thinks of the pointer.
+// Loads 16 bytes that the kernel before this one wrote: never above pdl_wait, whatever the compiler assumes about the pointer.
 DEVICE uint4 load16_written(const void* source) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -47,7 +47,7 @@ DEVICE uint4 load16_written(const void* source) {
   return v;
 }
 
-// Past the L1, which may hold what was there before the kernel that wrote it.
+// Loads 16 bytes past the L1, which may still hold what lay there before another kernel wrote them.
 DEVICE uint4 load16_past_l1(const void* source) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -57,7 +57,8 @@ DEVICE uint4 load16_past_l1(const void* source) {
   return v;
 }
 
-// The value as it is, which the compiler must not convert before a loop: unpacked it takes twice the registers.
+// Returns v as it is, but unknown to the compiler, which would otherwise unpack it to floats before a loop: these take twice the
+// registers.
 DEVICE uint4 packed(uint4 v) {
   asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w));
   return v;
@@ -65,10 +66,10 @@ DEVICE uint4 packed(uint4 v) {
 
 DEVICE void store16(void* target, uint4 v) { *static_cast<uint4*>(target) = v; }
 
-// The address of shared memory as cp.async, ldmatrix and mbarrier instructions take it.
+// Returns the address of shared memory as cp.async, ldmatrix and mbarrier instructions take it.
 DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-// Shared memory by address, in the order of the program.
+// Loads and stores of shared memory by address, which the compiler keeps in the order of the program.
 DEVICE uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -109,7 +110,7 @@ DEVICE float2 load_shared2(uint32_t address) {
   return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
 }
 
-// Asks for bytes (a multiple of 16, at such an address) that a later kernel reads to be brought to the L2. Nothing below sm_90.
+// Prefetches bytes to the L2 for a later kernel: a multiple of 16, from a 16-byte aligned address. Does nothing below sm_90.
 DEVICE void prefetch_to_l2(const void* source, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
@@ -123,13 +124,13 @@ DEVICE void cp_async16(uint32_t shared, const void* source, int source_bytes = 1
                : "memory");
 }
 
-// Starts a copy of 16 bytes of weights, which are read once. Without the hint the memory answers in 64-byte pieces: a large product took 73 us
-// with it off and 67 with it on.
+// Starts a copy of 16 bytes of weights, which are read once, with a hint to bring whole lines of 128 bytes to the L2. Without the hint
+// the memory answers in 64-byte pieces: a large product took 73 us without it and 67 us with it.
 DEVICE void cp_async16_lines(uint32_t shared, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(source) : "memory");
 }
 
-// The same where `wanted`, without a branch.
+// Starts the same copy if it is `wanted`, by a predicate instead of a branch.
 DEVICE void cp_async16_lines(uint32_t shared, const void* source, bool wanted) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;\n}" ::"r"(shared),
                "l"(source), "r"(static_cast<int>(wanted))
@@ -138,10 +139,10 @@ DEVICE void cp_async16_lines(uint32_t shared, const void* source, bool wanted) {
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all of the thread's copies are there, committed or not.
+// Waits until all of the thread's copies are there, committed or not.
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Until at most `PENDING` of the thread's committed groups are in flight; other threads need a barrier as well.
+// Waits until at most `PENDING` of the thread's committed groups are in flight. Other threads need a barrier as well to see the copies.
 template <int PENDING>
 DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

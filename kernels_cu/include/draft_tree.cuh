@@ -1,13 +1,13 @@
-// What the kernels of a speculative step leave for each other, and how they set up rows of a forward.
+// The draft tree of a sequence, which the kernels of a speculative step hand on to each other, and the rows of a forward that they set up.
 //
-// A step has a tree for each of its sequences, one behind another. Rows of a pass lie tree by tree, as many for each; but
-// for the pass over pending rows, whose row r of tree t of n is row r * n + t, so that the newest of all are neighbours.
+// A step has a tree for each of its sequences, one behind another. The rows of a pass lie tree by tree, equally many for each. Only
+// in the pass over pending rows is row r of tree t (of n trees) row r * n + t: so the newest rows of all trees are neighbours.
 //
 // cpmrt/cuda/draft/structs.py has the struct as a NumPy dtype; a test compiles the offsets of the one against the other.
 //
-// What the draft has not seen of a sequence, its pending rows: row j of carry_hidden[slot] (64 at most, carry_counts[slot]
-// of them) is the target's hidden state of position P - count + j, P being that of the newest token, which itself has
-// none yet. It goes with the token after it, history[slot][P - count + j + 1].
+// The pending rows of a sequence are hidden states of the target that the draft has not seen. With count = carry_counts[slot] (64 at
+// most), row j of carry_hidden[slot] is the hidden state at position P - count + j, where P is the position of the newest token,
+// which has no hidden state yet. The draft reads it together with the token after it, history[slot][P - count + j + 1].
 #pragma once
 #include "slot_state.cuh"
 
@@ -15,22 +15,23 @@ constexpr int kMaxCandidates = 1024;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxTrees = 8;
 
-// Candidate c: the first top_k are those of pass 0, then come top_k * top_k of each pass. Row i of pass d >= 1 holds
-// candidate frontier[(d - 1) * top_k + i], and that bit of its mask is the row itself, the others are its ancestors.
+// The draft tree of one sequence. Candidates are numbered by pass: the first top_k are those of pass 0, then come top_k * top_k of each
+// later pass. Row i of pass d >= 1 holds candidate frontier[(d - 1) * top_k + i]; bit (d - 1) * top_k + i of its mask is the row
+// itself, the other bits are its ancestors.
 struct alignas(16) DraftTree {
-  int32_t slot;         // -1: the sequence had finished before, or there is none
-  int32_t position;     // P, of the root
+  int32_t slot;         // -1: the sequence had finished before the step, or the tree has no sequence
+  int32_t position;     // P, the position of the root
   int32_t root_token;
   int32_t capacity;     // positions that the slot's block table has pages for
-  int32_t max_context;  // positions that there are
+  int32_t max_context;  // the most positions that a sequence may have
   int32_t num_generated;
-  int32_t num_steps;    // speculative steps so far with a sequence here
+  int32_t num_steps;    // speculative steps so far in which the tree had a sequence
   int32_t path_length;
   uint64_t sequence;  // number of the step's command
   uint64_t frontier_masks[kMaxNodes];
   int32_t frontier[kMaxNodes];
-  int32_t tokens[kMaxNodes];   // of the nodes
-  int32_t parents[kMaxNodes];  // -1: the root, or no node
+  int32_t tokens[kMaxNodes];   // of each node, as the next three arrays
+  int32_t parents[kMaxNodes];  // -1: the root, or a node that does not exist
   int32_t depths[kMaxNodes];
   int32_t sampled[kMaxNodes];
   int32_t path[kMaxNodes];
@@ -38,18 +39,19 @@ struct alignas(16) DraftTree {
   float scores[kMaxCandidates];  // cumulative log-probabilities
 };
 
-// The slot of a row at this place, -1 where there is none: such a row is padding and writes no keys.
+// Returns the slot of a row, or -1 where the slot has no page for its location or its position is too large: such a row is padding and
+// writes no keys.
 DEVICE int slot_at(const DraftTree* tree, int location, int position) {
   return location < tree->capacity && position < tree->max_context ? tree->slot : -1;
 }
 
-// Rows of a forward. Padding is (0, 0, -1), with a mask of the row alone.
+// The rows of a forward, in an array for each property. A padding row has token 0, position 0 and slot -1, and a mask of itself alone.
 struct Rows {
   int32_t *token_ids, *positions, *slots, *locations;
   uint64_t* masks;
   int32_t* base;
 
-  // Those from row `first` on.
+  // Returns the rows from row `first` on.
   DEVICE Rows from(int first) const {
     return {token_ids + first, positions + first, slots + first, locations + first, masks + first, base + first};
   }
@@ -64,7 +66,7 @@ struct Rows {
   }
 };
 
-// A node of the tree and the target's row for it. Parent -1, but for the root: there is no such node.
+// Sets a node of the tree and the target's row for it. Except for the root, parent -1 means that there is no such node: its row is padding.
 DEVICE void set_node(DraftTree* tree, const Rows& rows, int node, int token, int parent, int depth, uint64_t mask) {
   const int position = tree->position + depth, location = tree->position + node;
   const bool exists = node == 0 || parent >= 0;

@@ -1,4 +1,4 @@
-// Functions of the special units: wrong by some 2^-22, subnormal numbers count as 0.
+// Functions of the special function units: their errors are some 2^-22, and subnormal numbers count as 0.
 #pragma once
 #include "types.cuh"
 

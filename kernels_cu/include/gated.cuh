@@ -1,5 +1,5 @@
-// activation(gate) * up of two neighbours in memory: SiLU, or with FATRELU that of fatrelu.cuh. Float32 with the fast exponential and
-// division (a few units in the last place), rounded once.
+// The gated activation of an mlp: activation(gate) * up of two neighbours in memory, with SiLU, or with FATRELU the activation of
+// fatrelu.cuh. Float32 with the fast exponential and division (a few units in the last place), rounded once.
 #pragma once
 #include "fatrelu.cuh"
 

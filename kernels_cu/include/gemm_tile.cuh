@@ -1,25 +1,26 @@
-// What dense products of many rows share: which tile a block takes, rows on their way to shared memory, sums on their way out.
+// Parts of the dense products of many rows: the tile that a block takes, copies of its rows to shared memory, the store of its sums.
 #pragma once
 #include "copy.cuh"
 #include "types.cuh"
 
-constexpr int kTileM = 128, kBand = 16;   // rows of a tile; rows of tiles in a band
+constexpr int kTileM = 128, kBand = 16;   // rows of a tile of y; row tiles in a band
 
-// Where chunk `chunk` (16 bytes) of a tile row of CHUNKS chunks lies in that row. 8 rows at one chunk then cover all 32 banks.
+// Returns the place of chunk `chunk` (16 bytes) in its tile row of CHUNKS chunks. The chunk of 8 rows then covers all 32 banks.
 template <int CHUNKS>
 DEVICE int swizzle(int row, int chunk) {
   static_assert(CHUNKS == 4 || CHUNKS == 8, "CHUNKS");
   return chunk ^ (CHUNKS == 8 ? row & 7 : (row >> 1) & 3);
 }
 
-// Column tile and row tile of a block: down a band of kBand row tiles, then on to the next column of tiles.
+// Returns the column tile (x) and the row tile (y) of a block. Blocks go down a band of kBand row tiles, then on to the next column of
+// tiles.
 DEVICE int2 tile_of(int block, int tiles_m, int tiles_n) {
   const int band = block / (kBand * tiles_n), first = band * kBand;
   const int height = min(kBand, tiles_m - first), index = block - first * tiles_n;
   return make_int2(index / height, first + index % height);
 }
 
-// One thread's share of copying ROWS x 8 CHUNKS of a matrix to shared memory: the same chunk of every kStride-th row.
+// One thread's share of copying a tile of ROWS x 8 CHUNKS elements of a matrix to shared memory: the same chunk of every kStride-th row.
 template <int ROWS, int CHUNKS, int THREADS, int STAGE_BYTES>
 struct TileCopy {
   static constexpr int kStride = THREADS / CHUNKS, kCopies = ROWS / kStride, kRowBytes = CHUNKS * 16;
@@ -41,14 +42,14 @@ struct TileCopy {
 #pragma unroll
     for (int i = 0; i < kCopies; i++) start_one(i, k0, stage);
   }
-  // The i-th of the thread's kCopies alone.
+  // Starts only the i-th of the thread's kCopies copies.
   DEVICE void start_one(int i, int k0, int stage) const {
     const bool inside = i * kStride < rows_left && k0 < k_left;
     cp_async16(target + stage * STAGE_BYTES + i * kStride * kRowBytes, source + (i * step + k0), inside ? 16 : 0);
   }
 };
 
-// values[j] of lane t becomes values[t] of lane j, over the four lanes of a quad.
+// Transposes over the four lanes of a quad: values[j] of lane t becomes values[t] of lane j.
 DEVICE void transpose_quad(uint32_t (&values)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
@@ -64,7 +65,7 @@ DEVICE void transpose_quad(uint32_t (&values)[4]) {
 }
 
 // Scales, adds and stores one warp's sums, rows from `row` on. A quad transposes four fragments, so that a lane owns 16 bytes of a
-// row. `column_of(fragment)`: the first of a fragment's eight columns, which are stored where it lies below n.
+// row. `column_of(fragment)` returns the first of a fragment's eight columns; those are stored if it lies below n.
 template <int FRAGMENTS_M, int FRAGMENTS_N, class ColumnOf>
 DEVICE void store_sums(scalar_t* y, float (&sums)[FRAGMENTS_M][FRAGMENTS_N][4], int row, int m, int n, int stride, float alpha,
                        float beta, ColumnOf column_of) {

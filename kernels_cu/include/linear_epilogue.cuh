@@ -1,22 +1,24 @@
-// Which rows of W a tile of a skinny product takes, and what becomes of its sums: one pair of structs a product.
+// Tiles and epilogues of the skinny products, a pair of structs for each product. The Tiles struct says which 16 rows of W a tile takes, the
+// epilogue turns the tile's sums into outputs.
 //
-// An epilogue gives prefetch(nt, i, tile, row, token) for each output that a thread will finish, where there is time for it;
-// settle(), with a barrier before the first store; and store(nt, i, tile, row, token, lo, hi). With LINEAR 0 it also has
-// prepare(shared), publish() and look_up(), which come first in this order. NT: tiles of 8 tokens; PAIRS: outputs (lo row,
-// hi row, token) of a token tile that one thread finishes. GUESSES, of one row: guess() and guess_angle() come before pdl_wait,
-// and in rounds after the first forget_guess() before prefetch(). With HEAD_ROUNDS, of kernels that go on with the attention of the row, a
-// cluster of kHeadBlocks takes the tiles that a KV head needs, and GROUP is the number of its query heads.
+// A kernel calls prefetch(nt, i, tile, row, token) for each output that a thread will finish, where there is time for it; settle() once,
+// with a barrier between it and the first store; and store(nt, i, tile, row, token, lo, hi) with the sums of an output. An epilogue of
+// LINEAR 0 also has prepare(shared), publish() and look_up(), which are called first, in this order. NT: tiles of 8 tokens, nt is one of
+// them; PAIRS: outputs (lo row, hi row, token) of a token tile that one thread finishes, i is one of them. GUESSES (one row only):
+// guess() and guess_angle() are called before pdl_wait, and in rounds after the first forget_guess() before prefetch(). With HEAD_ROUNDS
+// (kernels that go on with the attention of the row) a cluster of kHeadBlocks takes the tiles that a KV head needs, and GROUP is the number
+// of its query heads.
 #pragma once
 #include "copy.cuh"
 #include "fatrelu.cuh"
 
-// Adds by itself, whatever the compiler would contract with the product before it: all kernels give the same bits.
+// Returns sum + bias. The compiler cannot contract this addition with the product before it, so all kernels give the same bits.
 DEVICE float biased(float sum, scalar_t bias) { return __fadd_rn(sum, to_float(bias)); }
 
 #if LINEAR == 0
 constexpr int kHalf = HEAD_DIM / 2, kHeadTiles = HEAD_DIM / 16;
 
-// Tile i of a head: dimensions 8 i .. + 7 and the 8 dimensions D/2 further, the partners of the rotation.
+// Tiles of qkv. Tile i of a head has dimensions 8 i .. 8 i + 7 (lo) and the 8 dimensions D/2 further (hi), their partners in the rotation.
 struct QkvTiles {
   int num_tiles, num_groups;
   static DEVICE int dimension(int tile, int row) { return tile % kHeadTiles * 8 + row; }
@@ -27,7 +29,7 @@ struct QkvTiles {
 #ifdef HEAD_ROUNDS
 constexpr int kHeadBlocks = 8;
 
-// Tile `own` of those that a KV head needs: of its GROUP query heads, its key and its value.
+// Returns the `own`-th of the tiles that the cluster's KV head needs: those of its GROUP query heads, of its key, of its value.
 DEVICE int kv_head_tile(int own) {
   constexpr int kQueryTiles = GROUP * kHeadTiles;
   const int kv_head = blockIdx.x / kHeadBlocks, num_kv_heads = gridDim.x / kHeadBlocks;
@@ -36,14 +38,16 @@ DEVICE int kv_head_tile(int own) {
 }
 #endif
 
-// Rotates a dimension and its partner. One way to round, whatever the compiler would contract: a row's bits do not depend on
-// TOKEN_TILES.
+// Rotates a dimension and its partner in place. Contractions are written out, so that the compiler rounds in one way everywhere: a row's
+// bits do not depend on TOKEN_TILES.
 DEVICE void rotate(float& lo, float& hi, float cosine, float sine) {
   const float first = lo;
   lo = fmaf(first, cosine, -__fmul_rn(hi, sine));
   hi = fmaf(hi, cosine, __fmul_rn(first, sine));
 }
 
+// Adds the bias, rotates q and k by the row's position, stores q, and stores k and v in the pages of the row's slot. With k_pages null
+// q, k and v are stored in `q`, unrotated.
 template <int NT, int PAIRS, bool GUESSES = false>
 struct QkvEpilogue {
   scalar_t *q, *k_pages, *v_pages;
@@ -51,16 +55,16 @@ struct QkvEpilogue {
   const float* rope;
   const int *positions, *locations, *slots, *block_tables;
   int T, num_heads, num_kv_heads, pages_per_sequence, max_context;
-  uint32_t place;   // shared int2 per token: position, its place among all pages' tokens (-1: not stored)
+  uint32_t place;   // shared memory, an int2 for each token: position, and number among the tokens of all pages (-1: not stored)
   int slot, position, location, stored;   // of the token that this thread looks up
   int guessed_slot = 0, guessed_position = -1, guessed_location = 0, page;
-  // Angles are read a whole product early, but for NT = 8, which has no registers left for them.
+  // Whether angles are read before the product, not when they are used: NT = 8 has no registers left for them.
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][PAIRS], sine[kEarly ? NT : 1][PAIRS];
 
   DEVICE bool looks_up() const { return k_pages != nullptr && threadIdx.x < T; }
-  // Where the row is, or where that of the step before was: in the first layer this step's may not be written yet. What is
-  // read for it before the wait counts only if `prepare` then finds the row there.
+  // Guesses the row's slot, position and location before pdl_wait by reading them early: in the first layer they may still be those of
+  // the step before. What is read early for a guess is used only if `prepare` then finds the same after the wait.
   DEVICE void guess() {
     if (k_pages == nullptr) return;
     const int slot = load_now(slots), position = load_now(positions);
@@ -68,11 +72,13 @@ struct QkvEpilogue {
     const bool is_used = slot >= 0;
     guessed_slot = is_used ? slot : 0, guessed_position = is_used ? position : 0, guessed_location = is_used ? location : 0;
   }
+  // Reads the angle of an output for the guessed position.
   DEVICE void guess_angle(int i, int tile, int row) {
     if (k_pages != nullptr && tile / kHeadTiles < num_heads + num_kv_heads) read_angle(0, i, tile, row, guessed_position);
   }
   DEVICE void forget_guess() { guessed_position = -1; }
-  // After the wait, as whatever starts the next kernel: decode_attention reads early what is older than this launch.
+  // Reads the slot, position and location of the thread's token. Must come after pdl_wait, as must whatever starts the next kernel:
+  // decode_attention reads early what is older than this launch.
   DEVICE void prepare(uint32_t shared) {
     place = shared;
     if (!looks_up()) return;
@@ -81,17 +87,19 @@ struct QkvEpilogue {
     location = read_now((locations == nullptr ? positions : locations) + threadIdx.x);
     if (GUESSES) page = read_now(page_entry(guessed_slot, guessed_location));
   }
-  // Reads now, not later as the compiler would.
+  // Loads at this place in the program, not later as the compiler would.
   DEVICE static int read_now(const int* source) {
     int value;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(source) : "memory");
     return value;
   }
-  // Nothing waits for what `prepare` reads before x is on its way. A barrier comes before the angles are read.
+  // Shares the token's position with the block. Called when x is on its way, since it waits for what `prepare` reads; a barrier must come
+  // before angles are read.
   DEVICE void publish() const {
     if (looks_up()) store_shared_word(place + threadIdx.x * 8, slot < 0 ? 0 : position);
   }
-  // A page hangs on two reads in a row. It is not needed before a value is stored: nothing waits for it in between.
+  // Finds where keys and values of the token go. The page depends on two reads, one after the other, and is not needed before a value is
+  // stored: nothing waits for it in between.
   DEVICE void look_up() {
     stored = -1;
     if (!looks_up() || slot < 0) return;
@@ -101,6 +109,7 @@ struct QkvEpilogue {
   DEVICE const int* page_entry(int slot, int location) const {
     return block_tables + static_cast<int64_t>(slot) * pages_per_sequence + location / kPageTokens;
   }
+  // Shares with the block where the token's keys and values go.
   DEVICE void settle() const {
     if (looks_up()) store_shared_word(place + threadIdx.x * 8 + 4, stored);
   }
@@ -111,6 +120,7 @@ struct QkvEpilogue {
   DEVICE void prefetch(int nt, int i, int tile, int row, int token) {
     if (kEarly) find_angle(nt, i, tile, row, token);
   }
+  // Reads the angle of an output that is rotated, unless it was guessed right.
   DEVICE void find_angle(int nt, int i, int tile, int row, int token) {
     if (k_pages == nullptr || tile / kHeadTiles >= num_heads + num_kv_heads) return;
     const int at = position_and_place(token).x;
@@ -152,12 +162,14 @@ struct QkvEpilogue {
 };
 #endif
 
+// Tiles of a residual product: 16 consecutive rows.
 struct ConsecutiveTiles {
   int num_tiles, num_groups;
   DEVICE int lo(int tile, int row) const { return tile * 16 + row; }
   DEVICE int hi(int tile, int row) const { return tile * 16 + 8 + row; }
 };
 
+// x += scale * (sum + bias), rounded once.
 template <int NT, int PAIRS>
 struct ResidualEpilogue {
   scalar_t* x;
@@ -181,17 +193,18 @@ struct ResidualEpilogue {
   }
 };
 
-// Eight gate rows and the matching up rows.
+// Tiles of gate_up: eight gate rows (lo) and the matching up rows (hi).
 struct GateUpTiles {
   int num_tiles, num_groups, F;
   DEVICE int lo(int tile, int row) const { return tile * 8 + row; }
   DEVICE int hi(int tile, int row) const { return F + tile * 8 + row; }
 };
 
+// out = activation(gate) * up, rounded once.
 struct GateUpEpilogue {
   scalar_t* out;
   int F;
-  unsigned char* prepared;   // of linear_packed.cu with FEEDS
+  unsigned char* prepared;   // only linear_packed.cu with FEEDS writes it: the same rows as the next product reads them
 
   DEVICE static scalar_t value(float gate, float up) {
 #ifdef FATRELU
@@ -207,13 +220,14 @@ struct GateUpEpilogue {
   }
 };
 
-// The last tile may reach past V: rows that do not exist read the last one, and nothing of them is stored.
+// Tiles of the head. The last one may reach past V: it reads the last row in place of rows that do not exist, and stores nothing of them.
 struct HeadTiles {
   int num_tiles, num_groups, V;
   DEVICE int lo(int tile, int row) const { return min(tile * 16 + row, V - 1); }
   DEVICE int hi(int tile, int row) const { return min(tile * 16 + 8 + row, V - 1); }
 };
 
+// logits = sum / divisor, float32.
 struct HeadEpilogue {
   float* logits;
   int V;

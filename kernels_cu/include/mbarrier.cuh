@@ -2,8 +2,8 @@
 #pragma once
 #include "types.cuh"
 
-// A phase of the barrier at `barrier` (8 bytes, shared_address) completes with `arrivals` arrivals and all bytes that
-// were expected. One thread, before mbarrier_init_fence and a barrier of the block.
+// Initialises the barrier at `barrier` (8 bytes, an address of shared_address), of which a phase completes with `arrivals` arrivals and
+// all bytes that were expected. One thread calls it, before mbarrier_init_fence and a barrier of the block.
 DEVICE void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -17,17 +17,19 @@ DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives so many times at once, which may be 0.
 DEVICE void mbarrier_arrive_many(uint32_t barrier, int arrivals) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n}" ::"r"(barrier),
                "r"(arrivals)
                : "memory");
 }
 
-// Arrives, and lets the phase wait for `bytes` of copies as well.
+// Arrives, and makes the phase wait for `bytes` bytes of copies as well.
 DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Whether the phase with this parity has completed; the hardware may wait for it a while before it answers.
 DEVICE bool mbarrier_has_completed(uint32_t barrier, int parity) {
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -37,7 +39,7 @@ DEVICE bool mbarrier_has_completed(uint32_t barrier, int parity) {
   return done;
 }
 
-// Whether the phase has completed, without waiting for it.
+// Whether the phase with this parity has completed, without waiting for it.
 DEVICE bool mbarrier_test(uint32_t barrier, int parity) {
   uint32_t done;
   asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
@@ -47,17 +49,18 @@ DEVICE bool mbarrier_test(uint32_t barrier, int parity) {
   return done;
 }
 
-// Until the phase of this parity has completed: phases count from 0; parity 1 passes on a new barrier.
+// Waits until the barrier's phase with this parity has completed. Phases count from 0, so on a new barrier a wait for parity 1 passes at once.
 DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
   while (!mbarrier_has_completed(barrier, parity)) {
   }
 }
 
-// Barrier `id` (1 to 15) completes when `threads` threads have arrived or wait.
+// Waits at the numbered barrier `id` (1 to 15), which completes when `threads` threads have arrived or wait.
 DEVICE void barrier_wait(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Arrives at the numbered barrier without waiting for it.
 DEVICE void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

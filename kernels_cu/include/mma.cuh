@@ -26,7 +26,7 @@ DEVICE void mma_bytes(int (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Four 8x8 matrices; lane i gives the address of row i % 8 of matrix i / 8 (see shared_address in copy.cuh).
+// Loads four 8x8 matrices; lane i gives the address of row i % 8 of matrix i / 8 (see shared_address in copy.cuh).
 DEVICE void ldmatrix_x4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -41,7 +41,7 @@ DEVICE void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t shared) {
                : "memory");
 }
 
-// The transpose of an 8x8 matrix of which lane i has elements 2 (i % 4), + 1 of row i / 4.
+// Transposes an 8x8 matrix, of which lane i gives and gets elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.
 DEVICE uint32_t transposed(uint32_t pair) {
   uint32_t result;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));

@@ -1,4 +1,4 @@
-// Pairs of a row on their way through RMSNorm.
+// The two passes of RMSNorm over packed values of a row: their squares summed, then each times scale and weight, rounded.
 #pragma once
 #include "types.cuh"
 

@@ -1,7 +1,8 @@
 // Packed weights of 2, 4 or 8 bits: the order in which warps of a skinny product stream them.
 //
-// A tile is the 16 rows (lo .. lo+7, hi .. hi+7) of the product's Tiles struct. K is cut into slices of 128 and the slices into RUNS
-// runs. Memory is [tile][run][slice of the run] units, a run padded to 128 bytes. A unit is 16 rows x 128 k. In 4 bits:
+// A tile is 16 rows of W, lo .. lo+7 and hi .. hi+7, which the product's Tiles struct chooses. K is cut into slices of 128 columns, and the
+// slices into RUNS runs. A unit is one tile x one slice: 16 rows x 128 k. Units lie in memory as [tile][run][slice of the run], each
+// run padded to 128 bytes. u[n][k] is the code of row n and column k. In 4 bits a unit begins with
 //   [2][32 lanes][4] words: word s of lane (g, t) = lane / 4, lane % 4 (s = 0..7) holds k0 = 128 slice + 32 (s / 2) + 8 t + 4 (s % 2):
 //     bits  0-3 u[lo+g][k0]    4-7 u[hi+g][k0]     8-11 u[lo+g][k0+2]  12-15 u[hi+g][k0+2]
 //     bits 16-19 u[lo+g][k0+1] 20-23 u[hi+g][k0+1] 24-27 u[lo+g][k0+3] 28-31 u[hi+g][k0+3]
@@ -12,23 +13,24 @@
 //   [32 lanes][4 j] words: word j of lane (g, t) holds k0 = 128 slice + 32 j + 8 t:
 //     bits  0-1 u[lo+g][k0]    2-3 u[hi+g][k0]      4-5 u[lo+g][k0+4]    6-7 u[hi+g][k0+4]
 //     bits  8-15 the same with k0+2, bits 16-31 as bits 0-15 with k one further
-// In all follow
-//   [128 / SCALE_GROUP][8] for each row pair g: scale of lo+g and of hi+g, scalar_t; with ZEROS: scale of lo+g, zero point of
-//     lo+g, scale of hi+g, zero point of hi+g, the zero points as scalar_t too.
-// Why so: a byte of a word has two rows' codes of one k (in 2 bits of two k), so that a mask, for some codes behind a shift, leaves
-// four of them as the highest bits of bytes, as tensor cores take integers. And `word & 0x000f000f`, after a shift by 8 again, are pairs
-// of lo's codes as the 16-bit floats u * 2^-133 (bf16) or u * 2^-24 (fp16), `& 0x00f000f0` hi's times 16, which they multiply exactly
-// too: numbers below twice the smallest normal one are linear in their bits.
+// In any number of bits it goes on with
+//   [128 / SCALE_GROUP][8] for each row pair g: scale of lo+g and of hi+g, scalar_t; with ZEROS: scale of lo+g, zero point (ZEROS 1) or
+//     minimum (ZEROS 2) of lo+g, scale of hi+g, zero point or minimum of hi+g, all as scalar_t.
+// Why so: a byte of a word has the codes of two rows of one k (in 2 bits of two k), so that one mask, for some codes after a shift, leaves
+// four codes as the highest bits of four bytes, the form in which tensor cores take integers. Also, `word & 0x000f000f` (and the same
+// after a shift by 8) is a pair of lo's codes as the 16-bit floats u * 2^-133 (bf16) or u * 2^-24 (fp16), and `word & 0x00f000f0` is a
+// pair of hi's codes times 16. Tensor cores multiply these floats exactly too: numbers below twice the smallest normal one are linear in
+// their bits.
 #pragma once
 #include "types.cuh"
 
 constexpr int K = IN_FEATURES;
 constexpr int kSliceColumns = 128;
 constexpr int kSlices = K / kSliceColumns;
-constexpr int kRunSlices = (kSlices + RUNS - 1) / RUNS;        // of every run but the last that has any
-constexpr int kFilledRuns = (kSlices + kRunSlices - 1) / kRunSlices;
-constexpr int kCodeBytes = 256 * WEIGHT_BITS;                  // of a unit
-constexpr int kScaleBytes = ZEROS ? 64 : 32;                   // of a unit and scale group
+constexpr int kRunSlices = (kSlices + RUNS - 1) / RUNS;        // slices of a run; the last run that has any may have fewer
+constexpr int kFilledRuns = (kSlices + kRunSlices - 1) / kRunSlices;   // runs that have any slices
+constexpr int kCodeBytes = 256 * WEIGHT_BITS;                  // bytes of a unit's codes
+constexpr int kScaleBytes = ZEROS ? 64 : 32;                   // bytes of a scale group's scales in a unit
 constexpr int kUnitScales = kSliceColumns / SCALE_GROUP;
 constexpr int kUnitBytes = kCodeBytes + kUnitScales * kScaleBytes;
 
@@ -41,7 +43,7 @@ static_assert(WEIGHT_BITS == 4 || (WEIGHT_BITS == 8 && ZEROS != 1) || (WEIGHT_BI
 static_assert(RUNS == 1 || RUNS == 8, "RUNS must be 1 or 8");
 static_assert(SCALE_GROUP == 16 || SCALE_GROUP == 32 || SCALE_GROUP == 64 || SCALE_GROUP == 128, "SCALE_GROUP must be 16, 32, 64 or 128");
 
-// Where a unit begins in the packed matrix.
+// Returns at which byte of the packed matrix a unit begins.
 DEVICE int64_t unit_offset(int tile, int slice) {
   return tile * kTileBytes + slice / kRunSlices * kRunBytes + slice % kRunSlices * kUnitBytes;
 }

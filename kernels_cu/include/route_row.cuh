@@ -1,7 +1,8 @@
-// A row normalised and scored against a router by a block, and the choice among the scores, which every warp makes for itself.
+// Routing of one row by a block: the row is normalised and scored against a router, then every warp chooses among the scores by itself.
 //
-// The first ROUTE_WARPS warps have the row, a thread pieces of eight columns 32 * ROUTE_WARPS pieces apart. Sums go over a thread's
-// pieces in order, then over lanes, then over warps in order: scores and choice depend on HIDDEN, EXPERTS and ROUTE_WARPS alone.
+// The first ROUTE_WARPS warps share the row; a thread has pieces of eight columns, 32 * ROUTE_WARPS pieces apart. Sums go over a
+// thread's pieces in order, then over lanes, then over warps in order. So of all constants the bits of scores and choice depend on
+// HIDDEN, EXPERTS and ROUTE_WARPS alone.
 #pragma once
 #include "copy.cuh"
 #include "norm_values.cuh"
@@ -11,20 +12,22 @@ static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 static_assert(EXPERTS >= 1 && EXPERTS <= 32 && TOP >= 1 && TOP <= EXPERTS, "EXPERTS must be 1 to 32, TOP at most as many");
 
 constexpr int kRouteThreads = 32 * ROUTE_WARPS, kRouteTurns = (HIDDEN / 8 + kRouteThreads - 1) / kRouteThreads;
-// Shared memory that holds norm and router; those of more experts are read when they are needed.
+// Bytes of shared memory that hold the norm's weights and the router, if they are at most 46 KB; larger ones are read from memory when they
+// are needed.
 constexpr int kAllRouteBytes = (1 + EXPERTS) * kRouteTurns * kRouteThreads * 16;
 constexpr bool kHoldsRouter = kAllRouteBytes <= 46 << 10;
 constexpr int kRouteBytes = kHoldsRouter ? kAllRouteBytes : 0;
 
-// The column of a thread's piece; past the row's end there is none.
+// Returns the first column of the thread's piece in a turn. Past the row's end the thread has no piece.
 DEVICE int route_column(int turn) { return (turn * kRouteThreads + static_cast<int>(threadIdx.x)) * 8; }
 DEVICE bool has_piece(int turn) { return threadIdx.x < kRouteThreads && route_column(turn) < HIDDEN; }
 
-// What a thread needs of norm (line 0) and router (line 1 + e). They are weights: copies of them may start while the kernel before
-// still writes the row. Loads to registers would be moved behind the wait. A thread copies what it will read itself.
+// The thread's pieces of the norm's weights (line 0) and of the router's row of expert e (line 1 + e). These are weights: copies to
+// shared memory may start while the kernel before still writes the row, where the compiler would move loads to registers behind the
+// wait. A thread copies what it will read itself.
 struct RouteWeights {
   const scalar_t *norm, *router;
-  uint32_t shared;   // kRouteBytes
+  uint32_t shared;   // address of kRouteBytes of shared memory
 
   DEVICE void begin() const {
     if constexpr (kHoldsRouter) {
@@ -47,11 +50,12 @@ struct RouteWeights {
   }
 };
 
-// Shared memory of the sums over warps.
+// Each warp's part of the row's square sum and of the experts' scores, in shared memory.
 struct RouteSums {
   float squares[ROUTE_WARPS], scores[ROUTE_WARPS][EXPERTS];
 };
 
+// Returns `sum` plus the products of eight pairs of values, added in order.
 DEVICE float dot(uint4 a, uint4 b, float sum) {
   const uint32_t *left = &a.x, *right = &b.x;
 #pragma unroll
@@ -62,8 +66,8 @@ DEVICE float dot(uint4 a, uint4 b, float sum) {
   return sum;
 }
 
-// Adds COUNT values, a power of two, over groups of 2 * DISTANCE lanes: lane i * 2 * DISTANCE / COUNT and those behind it return the
-// sum of value i. An exchange halves what a lane has left to add; one value after the other would take five exchanges for each.
+// Sums each of COUNT values, a power of two, over groups of 2 * DISTANCE lanes. The group's lanes from i * 2 * DISTANCE / COUNT on return
+// the sum of value i. An exchange halves the values that a lane has left to add; one value after the other would take five exchanges each.
 template <int COUNT, int DISTANCE = 16>
 DEVICE float sum_of_each(const float (&values)[COUNT]) {
   constexpr int kLeft = COUNT > 1 ? COUNT / 2 : 1;
@@ -79,7 +83,7 @@ DEVICE float sum_of_each(const float (&values)[COUNT]) {
 }
 
 // Returns, in lane e of every warp, the score of expert e. `store(column, piece)` gets the normalised row, which all threads see
-// when this returns. All threads of the block; `weights` have begun, and the kernel before has been waited for.
+// when this returns. All threads of the block call it, after `weights.begin()` and pdl_wait.
 template <class Store>
 DEVICE float score_row(RouteSums& sums, const RouteWeights& weights, const scalar_t* x, float eps, const Store& store) {
   constexpr int kTogether = EXPERTS > 4 ? 8 : EXPERTS > 2 ? 4 : EXPERTS;   // experts whose sums are exchanged together
@@ -132,15 +136,16 @@ DEVICE float score_row(RouteSums& sums, const RouteWeights& weights, const scala
   return score;
 }
 
-// What a row takes: a bit for each expert, and the highest of their scores.
+// The experts that a row takes, a bit each, and the highest of their scores.
 struct Choice {
   uint32_t taken;
   float highest;
 
-  // Among the scores of the lanes below EXPERTS: the TOP highest, of equal ones the lower lane. All lanes.
+  // Takes the TOP highest scores of the lanes below EXPERTS, of equal ones that of the lower lane. All lanes of a warp call it.
   DEVICE explicit Choice(float score) : taken(0) {
     const int lane = threadIdx.x % 32;
-    // As integers of the same order: not a number counts as minus infinity, which is above 0, a lane that takes no part.
+    // Scores are compared as integers of the same order. NaN counts as minus infinity, whose key is still above 0, the key of a lane that
+    // takes no part.
     uint32_t key = lane < EXPERTS ? ordered(score == score ? score : __int_as_float(0xFF800000)) : 0;
 #pragma unroll
     for (int turn = 0; turn < TOP; turn++) {
@@ -152,7 +157,7 @@ struct Choice {
     }
   }
 
-  // The share of expert `lane`, 0 of one that is not taken. All lanes.
+  // Returns the share of the lane's expert: the softmax over the experts that are taken, 0 for others. All lanes call it.
   DEVICE float share(float score) const {
     const float weight = taken >> threadIdx.x % 32 & 1 ? expf(score - highest) : 0.0f;
     float total = weight;
@@ -161,7 +166,7 @@ struct Choice {
     return weight / total;
   }
 
-  // Writes experts, -1 for padding, and shares. All lanes of one warp.
+  // Writes the experts that are taken, in ascending order (-1 for a padding row), and their shares. All lanes of one warp call it.
   DEVICE void store(int* chosen, float* shares, float score, bool is_padding) const {
     const int lane = threadIdx.x % 32, place = __popc(taken & ((1u << lane) - 1));
     const float own = share(score);

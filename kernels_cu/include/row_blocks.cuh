@@ -13,7 +13,7 @@ constexpr int kBlocks = 1;
 DEVICE void row_arrive() {
   if constexpr (kBlocks > 1) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
-// Arrives with nothing written that a peer will read: no fence.
+// Arrives at the barrier of the row's blocks without a fence: for threads that have written nothing that a peer will read.
 DEVICE void row_announce() {
   if constexpr (kBlocks > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -29,7 +29,7 @@ DEVICE void row_barrier() {
   row_wait();
 }
 
-// `local`, in the shared memory of block `block` of the cluster.
+// Returns the address, in the shared memory of block `block` of the cluster, of what `local` points to in this block's.
 DEVICE uint32_t peer_address(const void* local, int block) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -57,7 +57,8 @@ DEVICE void store_peer(uint64_t* local, int block, uint64_t value) {
     asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(peer_address(local, block)), "l"(value) : "memory");
   }
 }
-// Sends a value to block `block`, whose `barrier` counts its bytes: `local` and `barrier` are addresses of this block.
+// Sends a value to block `block` of the cluster, whose mbarrier counts its bytes. `local` and `barrier` are given as addresses of this
+// block, and mean the same places in that one.
 DEVICE void send_peer(const uint64_t* local, uint32_t barrier, int block, uint64_t value) {
   if constexpr (kBlocks > 1) {
     uint32_t remote;

@@ -27,5 +27,5 @@ DEVICE void copy_bytes(uint32_t shared, const void* source, int bytes, uint32_t 
                : "memory");
 }
 
-// Between a thread's ordinary stores to shared memory and reads of them by the tensor cores or the copy engine.
+// Fence between a thread's ordinary stores to shared memory and reads of them by wgmma or the copy engine.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

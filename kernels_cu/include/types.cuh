@@ -11,7 +11,7 @@ typedef unsigned long long uint64_t;
 typedef int int32_t;
 typedef long long int64_t;
 
-// What stands before every function that kernels call.
+// The qualifiers of every function that kernels call.
 #define DEVICE __device__ __forceinline__
 
 // Sizes that the host knows too (a test compares them): tokens of a page of keys and values, which is also a block that
@@ -54,7 +54,7 @@ DEVICE scalar_t from_float(float x) {
 #endif
 }
 
-// Two neighbours in memory as one word: .x is the lower address.
+// Unpacks a word that holds two neighbours in memory: .x is the one at the lower address.
 DEVICE float2 unpack2(uint32_t word) {
 #ifdef CPMRT_BF16
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u));
@@ -72,23 +72,23 @@ DEVICE uint32_t pack2(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Programmatic dependent launch: lets the next kernel of the stream start its prologue. Nothing below sm_90. Called after
-// pdl_wait, it also tells the next kernel that all before this one have finished and their writes are visible.
+// Programmatic dependent launch: lets the next kernel of the stream start its prologue. Does nothing below sm_90. Called
+// after pdl_wait, it also tells the next kernel that all before this one have finished and their writes are visible.
 DEVICE void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Returns when every kernel before this one has finished and its writes are visible. A pointer to what one of them wrote is
-// not __restrict__: the compiler may move a load that it takes for one of a constant before the wait.
+// Returns when every kernel before this one has finished and its writes are visible; at once below sm_90, where this kernel starts no earlier.
+// Pointers to what those kernels wrote must not be __restrict__: the compiler may move a load that it takes for constant before the wait.
 DEVICE void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// How a kernel begins that has nothing to do before the wait.
+// Begins a kernel that has nothing to do before the wait.
 DEVICE void pdl_begin() {
   pdl_launch_dependents();
   pdl_wait();

@@ -1,14 +1,15 @@
 // Tensor core products of four warps together (wgmma, sm_90a only), with operands in shared memory.
 //
-// c (64 x N) lies over the warpgroup as that of mma.cuh does over a warp: warp w has rows 16 w .. 16 w + 15, and c[4 j
-// .. 4 j + 3] of a lane are its four sums of column tile j.
+// The sums c (64 x N) are spread over the warpgroup as the c of mma.cuh is over a warp: warp w has rows 16 w .. 16 w + 15, and
+// c[4 j .. 4 j + 3] of a lane are its four sums of column tile j.
 #pragma once
 #include "types.cuh"
 
-// Where an operand lies in shared memory: panels of rows of SWIZZLE bytes, whose 16-byte chunks are permuted as the
-// copy engine does. `panel_bytes` separates panels where a row continues in the next one and the product runs along
-// its rows (an operand "of rows"); it is ignored where the product sums along a row. Sums of 16 elements then start 32
-// bytes apart in a row, or 16 rows apart: `descriptor_step` of these bytes.
+// Returns the descriptor of an operand in shared memory: panels of rows of SWIZZLE bytes, whose 16-byte chunks are permuted
+// as the copy engine does. Where the product sums along a row, `panel_bytes` is ignored, and each further 16 elements of the
+// sum start 32 bytes further in the row. Where the product sums over the rows (an operand "of rows"), a row goes on in the
+// next panel, `panel_bytes` further, and each further 16 elements of the sum start 16 rows further. `descriptor_step` of
+// these bytes, added to a descriptor, goes there.
 template <int SWIZZLE>
 DEVICE uint64_t wgmma_descriptor(uint32_t shared, int panel_bytes) {
   static_assert(SWIZZLE == 128 || SWIZZLE == 64, "SWIZZLE");
@@ -18,18 +19,18 @@ DEVICE uint64_t wgmma_descriptor(uint32_t shared, int panel_bytes) {
 
 DEVICE constexpr uint64_t descriptor_step(int bytes) { return bytes >> 4; }
 
-// Comes before the first product after the warpgroup wrote registers that it uses.
+// Must come between the warpgroup's writes to registers and the first product that uses them.
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Until at most `PENDING` of the committed groups run. What they used is in order again after `settle`.
+// Waits until at most `PENDING` of the committed groups still run. Registers that the others used must go through `settle` then.
 template <int PENDING>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving uses of these registers across: it does not know that products write them late.
+// Keeps the compiler from moving uses of these registers across this call: it does not know that products write them late.
 template <int COUNT>
 DEVICE void settle(float (&registers)[COUNT]) {
 #pragma unroll
@@ -48,8 +49,8 @@ DEVICE void settle(uint32_t (&registers)[COUNT][4]) {
   for (int i = 0; i < COUNT * 4; ++i) asm volatile("" : "+r"(registers[i / 4][i % 4])::"memory");
 }
 
-// Keeps the arithmetic that `positive` comes from before the next wgmma_wait: ptxas would move all of it behind, where
-// no product runs beside it. A store that never happens, to any address in shared memory.
+// Keeps the arithmetic that `positive` comes from in front of the next wgmma_wait: ptxas would move all of it behind, where
+// no product runs beside it. It is a store of a number below zero, which never happens; `shared` is any address in shared memory.
 DEVICE void finish_before_wait(float positive, uint32_t shared) {
   asm volatile("{\n.reg .pred p;\nsetp.lt.f32 p, %0, 0f00000000;\n@p st.shared.f32 [%1], %0;\n}" ::"f"(positive),
                "r"(shared)
@@ -72,7 +73,7 @@ DEVICE void finish_before_wait(float positive, uint32_t shared) {
 
 // wgmma_shared: c (+)= a b, a (64 x 16) and b (16 x N) both summed along their rows in shared memory; without
 // `accumulate` c is only written. wgmma_registers: c += a b, a in registers as mma takes it, b an operand of rows.
-// REGISTERS: the numbers of c in the code; A to E: those of the operands after it.
+// REGISTERS: the asm operand numbers of c; A to E: those of the operands after it.
 #define WGMMA(N, REGISTERS, SUMS, A, B, C, D, E)                                                                     \
   DEVICE void wgmma_shared(float (&c)[N / 2], uint64_t a, uint64_t b, bool accumulate) {         \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" C ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N               \

@@ -1,26 +1,28 @@
-// Rows of x on their way through a product with weights in 16 bits: copied, normalised, in the order in which lanes read them.
+// Rows of x for a product with 16-bit weights: copied to shared memory in the order in which lanes read them, and normalised there.
 #pragma once
 #include "norm_values.cuh"
 #include "weight_stream.cuh"
 
 // x in shared memory in the order in which lanes read it, [unit][token tile][32 k][lane] 16 bytes, and its normalisation.
-// The first 16 lanes have all of half a tile: what the others would have is zero.
+// With HALF_TILE the first 16 lanes hold the four tokens of the last tile; the other lanes have zeros there.
 struct Activations {
   const Lane& at;
-  const scalar_t* x;       // column 8 t of row 0
+  const scalar_t* x;       // column 8 t of row 0 (t = lane % 4)
   int T;
   uint32_t base;
-  int unit = 0, slot = 0;  // the next of the warp's own units to copy, and its place
+  int unit = 0, slot = 0;  // the next of the warp's own units to copy, and where it goes
   int remaining;           // units still to copy, over all groups
-  float scale[NT];         // 1 / rms of token i * 8 + g
+  float scale[NT];         // 1 / rms of token i * 8 + g (g = lane / 4)
 
   DEVICE Activations(const Lane& lane, const scalar_t* rows, int num_rows, int passes)
       : at(lane), x(rows + lane.quarter * 8), T(num_rows), base(lane.shared + kXOffset + lane.lane * 16),
         remaining(lane.own_units * (kResident ? 1 : passes)) {}
 
+  // Returns where the lane's token of tile i lies in x from a unit on; in place of tokens from T on, the last one.
   DEVICE const scalar_t* source(int i, int from_unit) const {
     return x + static_cast<size_t>(min(i * 8 + at.token, T - 1)) * kRowPitch + from_unit * 64;
   }
+  // Returns the address of the lane's 16 bytes of token tile i and 32 k (j = 0 or 1) in the unit at `place`.
   DEVICE uint32_t address(int place, int i, int j) const {
     return base + place * kXUnitBytes + i * 1024 + j * (is_half(i) ? 256 : 512);
   }
@@ -29,12 +31,13 @@ struct Activations {
   DEVICE uint4 load(int place, int i, int j) const {
     return has(i) ? load_shared(address(place, i, j)) : make_uint4(0, 0, 0, 0);
   }
-  // The place of a unit of the warp's run; `turn` counts the units read so far, modulo the places.
+  // Returns the place in shared memory of a unit of the warp's run; `turn` counts the units read so far, modulo the places.
   DEVICE int place(int u, int turn) const {
     if (kStaged) return turn;
     return SPLIT_WARPS == 1 ? u : at.warp * kXSlots + (kResident ? u : turn);
   }
 
+  // Starts the copy of the warp's next own unit of x, if one is left. The caller commits.
   DEVICE void copy_next() {
     if (remaining-- <= 0) return;
     const int from = kStaged ? (at.rank * kOwnUnits + unit) * kWarps + at.warp : at.own_unit + unit;
@@ -52,7 +55,7 @@ struct Activations {
     cp_async_commit();
   }
   DEVICE void wait_first() const {
-    cp_async_wait<kRowsFirst ? kSlots : 0>();   // of all chunks of weights that came behind x, or of all before it
+    cp_async_wait<kRowsFirst ? kSlots : 0>();   // kSlots chunks of weights were asked for behind x; else x came last
     __syncwarp();
   }
 
@@ -60,7 +63,7 @@ struct Activations {
     for (int i = at.lane; i < at.own_units * 8; i += 32)
       cp_async16(at.shared + kNormOffset + at.warp * kOwnUnits * 128 + i * 16, norm + at.own_unit * 64 + i * 8);
   }
-  // Norm weights of a unit of the block, in the order of x.
+  // Returns the lane's 16 bytes of norm weights for a unit of the block, in the order of x.
   DEVICE uint4 norm_weights(int block_unit, int j) const {
     return load_shared(at.shared + kNormOffset + block_unit * 128 + j * 64 + at.quarter * 16);
   }
@@ -74,7 +77,8 @@ struct Activations {
     }
   }
 
-  // scale[i], and x normalised where it is resident. Square sums: lane order, four lanes, then the owners in order.
+  // Finds scale[i] of the lane's tokens, and normalises x in place if it is resident. Squares are summed in the lane's order, then over
+  // the four lanes of a token, then over the owners in order.
   DEVICE void normalise(float eps) {
     float sum[NT];
 #pragma unroll

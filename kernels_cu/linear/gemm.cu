@@ -23,17 +23,19 @@
 
 constexpr int kWarpTile = 64, kWarpsN = TILE_N / kWarpTile, kThreads = kTileM / kWarpTile * kWarpsN * 32;
 constexpr int kFragmentsM = kWarpTile / 16, kFragmentsN = kWarpTile / 8;
-constexpr int kChunks = TILE_K / 8;  // of 16 bytes in a tile row
+constexpr int kChunks = TILE_K / 8;  // chunks of 16 bytes in a tile row
 constexpr int kRowBytes = TILE_K * 2, kStageBytes = (kTileM + TILE_N) * kRowBytes;
 constexpr int kSteps = TILE_K / 16;
 static_assert(TILE_N == 64 || TILE_N == 128 || TILE_N == 256, "TILE_N");
 static_assert(TILE_K == 32 || TILE_K == 64, "TILE_K");
 static_assert(STAGES >= 3, "STAGES");
 
+// A warp's operands of one k-step of 16.
 struct Fragments {
   uint32_t x[kFragmentsM][4], w[kFragmentsN / 2][4];  // w: two 8-column fragments a load
 
-  // `x_row` and `w_row`: this lane's first row of either tile in shared memory; `chunk` by mma k-step.
+  // Loads a k-step. `x_row` and `w_row`: addresses of the lane's first row of either tile in shared memory; `x_chunk` and `w_chunk`: the
+  // place of the k-step's chunk in those rows.
   DEVICE void load(uint32_t x_row, uint32_t w_row, int x_chunk, int w_chunk) {
 #pragma unroll
     for (int i = 0; i < kFragmentsM; i++) ldmatrix_x4(x[i], x_row + i * 16 * kRowBytes + x_chunk * 16);
@@ -46,7 +48,7 @@ struct Fragments {
     for (int i = 0; i < kFragmentsM; i++)
 #pragma unroll
       for (int j = 0; j < kFragmentsN; j++) {
-        // Back and forth: the fragment used last is used first again, which saves register reads.
+        // The columns go back and forth: the fragment used last is used first again, which saves register reads.
         const int n = i & 1 ? kFragmentsN - 1 - j : j;
         const uint32_t b[2] = {w[n / 2][n % 2 * 2], w[n / 2][n % 2 * 2 + 1]};
         mma(sums[i][n], x[i], b);
@@ -94,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     for (int step = 0; step < kSteps; step++) {
       const int next = (step + 1) % kSteps;
       if (next == 0) {
-        // Every warp has read all of this stage when it passes: the next round may overwrite it.
+        // Behind this barrier every warp has read all of this stage: the next round may overwrite it.
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         stage = stage + 1 == STAGES ? 0 : stage + 1;

@@ -6,11 +6,11 @@
 //   the last tile of tokens has at most four. GROUP: tiles of 16 weight rows that share one pass over x. CLUSTER:
 //   blocks that split K: 1, or 2 from sm_90 on. SPLIT_WARPS: warps that share a tile and split its K: 8, or 1. NORM: 1
 //   normalises rows of x, 0 takes them as they are. SMEM_BYTES: dynamic shared memory of the launch.
-//   ONE_ROW: T is 1, TOKEN_TILES 1 and SPLIT_WARPS 8, and the row takes an eighth of the room of a tile of tokens. Without it any T.
-//   ROWS_FIRST: x is asked for before the weights, and does not wait for them: where a kernel begins when the one before has ended.
-//   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements between rows of x, of
-//   whose columns the first K are taken; without it K. Such rows are those of the product before this one, which starts this one behind
-//   its own wait: so all before that one has finished, and this one may start the next at once
+//   ONE_ROW: T is 1, TOKEN_TILES 1 and SPLIT_WARPS 8, and the row takes an eighth of the room of a tile of tokens; without it T is any.
+//   ROWS_FIRST: x is asked for before the weights, so that it does not wait for them: for devices where a kernel begins only when
+//   the one before it has ended. FATRELU: of gate_up only, the activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements
+//   between rows of x, whose first K columns are taken; without it K. Rows with a pitch come from the product before this one, which
+//   starts this kernel behind its own pdl_wait: all kernels before that product have finished, so this one may start the next at once
 // Grid: any multiple of CLUSTER up to CLUSTER * ceil(tiles / kBlockTiles) blocks, clusters take groups of tiles in turn;
 //   block 256; SMEM_BYTES of dynamic shared memory.
 // Numerics: float32 accumulation in tensor cores over 8 * CLUSTER runs of K, the runs added in order; one rounding where a
@@ -39,10 +39,10 @@ DEVICE void multiply(float (&acc)[NT][4], uint4 lo, uint4 hi, const uint4 (&x)[N
   }
 }
 
-// One group of the warp's tiles over a run of K, from unit `first` of the warp's.
+// Adds the products of a group of the warp's tiles with x over `units` units of K, from unit `first` of the warp's on.
 template <class Stream, class X>
 DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, X& x, int first, int units, int& turn) {
-  constexpr int kBlocks = 2 / kUnitSplit;   // 32-k blocks of x in registers at a time
+  constexpr int kBlocks = 2 / kUnitSplit;   // blocks of 32 k of x that are in registers at a time
   constexpr int kTurns = kStaged ? 2 * kWarps : kXSlots;
 #pragma unroll 1
   for (int u = first; u < first + units; u++) {
@@ -82,12 +82,14 @@ DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, X& x, int fi
   }
 }
 
-// Where a warp leaves the sums of a tile's lo and hi row and a token: pair `odd * 32 + lane`, of one row that of its lane alone.
+// Returns where a warp leaves the sums of a lo row, a hi row and a token of tile t. `pair` is odd * 32 + lane for the token 2 (lane % 4) +
+// odd; of one row only the pairs of token 0 have a place.
 DEVICE uint32_t partial_place(const Lane& at, int warp, int t, int pair) {
   return at.shared + kPartialOffset + ((warp * GROUP + t) * kTilePairs + (kOneRow ? pair >> 2 : pair)) * 8;
 }
 
-// Sums of a group where the warps split K: over the warps of the block, then over the blocks. Returns by visiting.
+// Finishes a group where the warps split K: adds its sums over the warps of the block, then over the blocks of the cluster, and gives them to
+// the epilogue.
 template <class Epilogue>
 DEVICE void finish_split(const float (&acc)[GROUP][NT][4], const Lane& at, Epilogue& epilogue, int group, int num_tiles,
                          int T, bool last) {
@@ -136,7 +138,7 @@ DEVICE void finish_split(const float (&acc)[GROUP][NT][4], const Lane& at, Epilo
   if (!last) group_arrive();
 }
 
-// The values of a group where every warp has tiles of its own.
+// Finishes a group where every warp has tiles of its own: gives a lane's sums to the epilogue.
 template <class Epilogue>
 DEVICE void finish_rows(const float (&sum)[GROUP][NT][4], const Lane& at, Epilogue& epilogue, int group, int num_tiles,
                         int T) {
@@ -151,7 +153,7 @@ DEVICE void finish_rows(const float (&sum)[GROUP][NT][4], const Lane& at, Epilog
       }
 }
 
-// sum += all runs of K in one warp, added as finish_split adds those of eight.
+// Adds to `sum` all runs of K, which one warp takes in turn, in the order in which finish_split adds the runs of eight warps.
 template <class Stream, class X>
 DEVICE void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, X& x, int& turn) {
 #pragma unroll 1
@@ -167,7 +169,7 @@ DEVICE void accumulate_runs(float (&sum)[GROUP][NT][4], Stream& weights, X& x, i
   }
 }
 
-// visit(nt, i, tile, row, token) for the outputs of a group that the thread finishes, if warps split K.
+// Calls visit(nt, i, tile, row, token) for each output of a group that the thread finishes, where warps split K.
 template <class Tiles, class Visit>
 DEVICE void visit_pairs(const Tiles& tiles, int group, int rank, int T, Visit visit) {
 #pragma unroll
@@ -180,16 +182,17 @@ DEVICE void visit_pairs(const Tiles& tiles, int group, int rank, int T, Visit vi
     }
 }
 
-// x of a product: `copy_first` asks for it, `wait_first` has what was asked for in shared memory, `load` reads it for the tensor cores.
+// x of a product: `copy_first` asks for its first units, `wait_first` waits until these are in shared memory, `load` reads it for the tensor
+// cores.
 #ifdef ONE_ROW
 using Rows = OneRow;
 #else
 using Rows = Activations;
 #endif
 
-constexpr bool kGuesses = LINEAR == 0 && NT == 1;   // where one row is, before the wait
+constexpr bool kGuesses = LINEAR == 0 && NT == 1;   // whether the place of one row is guessed before pdl_wait
 
-// The whole product. Where warps have tiles of their own the epilogue prefetches nothing.
+// Computes the whole product. Where warps have tiles of their own the epilogue prefetches nothing.
 template <class Tiles, class Epilogue>
 DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_t* x, const scalar_t* norm,
                            const scalar_t* weight, int T, float eps) {
@@ -209,7 +212,7 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
   activations.wait_first();
   if constexpr (LINEAR == 0) epilogue.publish();
   if (NORM) activations.normalise(eps);
-  else if (LINEAR != 1) __syncthreads();   // what `publish` wrote, and x where warps share it
+  else if (LINEAR != 1) __syncthreads();   // shows all what `publish` wrote, and x where warps share it
   if constexpr (LINEAR == 0) epilogue.look_up();
   int turn = 0;
 #pragma unroll 1

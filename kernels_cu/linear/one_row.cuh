@@ -1,17 +1,17 @@
-// x of a product of one row: in shared memory as it is, an eighth of what a tile of tokens takes. So rings of weights are deeper, and in
-// narrow models blocks of the next product find room beside this one's and ask for their weights early.
+// x of a product of one row: it lies in shared memory in its own order, in an eighth of the room that a tile of tokens takes. So rings of
+// weights are deeper, and in narrow models blocks of the next product find room beside this one's and ask for their weights early.
 #pragma once
 #include "norm_values.cuh"
 #include "weight_stream.cuh"
 
-// Each warp has the run of the row that its weights meet. All eight tokens of the tensor cores' operand are this row, and of their sums
-// those of token 0 count.
+// The row of x, with the interface of Activations. Each warp holds the run of the row that its weights are multiplied by. All eight tokens
+// of the tensor cores' operand are this row; of their sums only those of token 0 count.
 struct OneRow {
-  static constexpr int kPieces = (kOwnUnits * 8 + 31) / 32;   // of 16 bytes, that a lane brings and normalises
+  static constexpr int kPieces = (kOwnUnits * 8 + 31) / 32;   // pieces of 16 bytes that a lane brings and normalises
 
   const Lane& at;
-  const scalar_t* run;   // the warp's
-  uint32_t place_of_run;
+  const scalar_t* run;   // the warp's run, in global memory
+  uint32_t place_of_run;   // in shared memory
   uint4 pieces[kPieces];
   float scale;           // 1 / rms
 
@@ -23,12 +23,13 @@ struct OneRow {
   DEVICE int place(int u, int) const { return u; }
   DEVICE uint4 load(int u, int, int j) const { return load_shared(place_of_run + u * 128 + j * 64 + at.quarter * 16); }
 
-  // Through registers: a wait for copies would be one for the weights, too.
+  // Loads the run to registers: a wait for copies to shared memory would be one for the weights, too.
   DEVICE void copy_first() {
 #pragma unroll
     for (int i = 0; i < kPieces; i++)
       if (has(i)) pieces[i] = load16_past_l1(run + (i * 32 + at.lane) * 8);
   }
+  // Puts the run into shared memory; with NORM it also waits for the norm's weights.
   DEVICE void wait_first() const {
 #pragma unroll
     for (int i = 0; i < kPieces; i++)
@@ -38,14 +39,14 @@ struct OneRow {
   }
 
   DEVICE uint32_t norm_piece(int i) const { return at.shared + kNormOffset + at.warp * kOwnUnits * 128 + (i * 32 + at.lane) * 16; }
-  // Part of the first copies of weights.
+  // Starts copies of the norm's weights, which become part of the commit group of the first chunk of weights.
   DEVICE void copy_norm_weights(const scalar_t* norm) const {
 #pragma unroll
     for (int i = 0; i < kPieces; i++)
       if (has(i)) cp_async16(norm_piece(i), norm + at.own_unit * 64 + (i * 32 + at.lane) * 8);
   }
 
-  // The square sums have the order that Activations gives them: that of a lane, four lanes, then the owners in order.
+  // Normalises the run in place. Squares are summed in the order of Activations: the lane's, over four lanes, then over the owners in order.
   DEVICE void normalise(float eps) {
     float sum = 0.0f;
     for (int u = 0; u < at.own_units; u++)

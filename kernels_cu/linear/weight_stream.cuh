@@ -1,15 +1,16 @@
-// y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= 8 NT rows: the stream of weights, the activations, the sum over K.
+// The stream of 16-bit weights of y[T,N] = epilogue(norm(x)[T,K] W[N,K]^T) for T <= 8 NT rows: how K and a block's shared memory are shared
+// out, and a warp's ring of weights.
 //
 // A tile is 16 rows of W: rows lo .. lo+7 and hi .. hi+7, chosen by the caller. Tensor-core operand A is the tile, operand
-// B eight tokens, and k is permuted inside each 32: lane (g, t) holds k = 32 j + 8 t .. + 7 of rows lo+g and hi+g and of
-// token g, 16 contiguous bytes each. So W and x stay row-major and nothing is shuffled between lanes.
+// B eight tokens, and k is permuted inside each 32: lane (g, t) = lane / 4, lane % 4 holds k = 32 j + 8 t .. + 7 of rows lo+g and
+// hi+g and of token g, 16 contiguous bytes each. So W and x stay row-major and nothing is shuffled between lanes.
 // K is cut into units of 64, the units into kWarps * CLUSTER runs, one a warp: a warp streams its run of every tile of its
 // group through its own ring in shared memory and nobody else touches that ring. Every lane copies exactly the bytes that
 // it will read, so a ring needs no barrier at all, only the lane's own wait for its copies.
 // The sums of the runs meet in shared memory and are added in order. With SPLIT_WARPS = 1 a warp has whole tiles instead and
-// takes the runs one after the other: more to keep, but x of a step of many rows passes once for 8 times the tiles.
-// Runs, unit order and that order depend on K and CLUSTER alone, never on T, NT, GROUP or SPLIT_WARPS: a row's bits are the
-// same in every step.
+// takes the runs one after the other: it keeps more sums, but x of a step of many rows is read once for 8 times as many tiles.
+// The runs, the order of their units and the order in which runs are added depend on K and CLUSTER alone, never on T, NT, GROUP
+// or SPLIT_WARPS: a row's bits are the same in every step.
 #pragma once
 #include "cluster.cuh"
 #include "copy.cuh"
@@ -35,15 +36,15 @@ constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kRowWarps = kWarps / SPLIT_WARPS;               // warps with tiles of their own
 constexpr int kUnits = K / 64;                                // units of 64 k in a row
 constexpr int kOwners = kWarps * CLUSTER;                     // runs of K; warps that share the work on x
-constexpr int kOwnUnits = (kUnits + kOwners - 1) / kOwners;   // units in a run, of x that a warp copies and normalises, at most
+constexpr int kOwnUnits = (kUnits + kOwners - 1) / kOwners;   // the most units in a run, and of x that a warp copies and normalises
 constexpr int kTokens = 8 * NT;
 constexpr int kBlockTiles = GROUP * kRowWarps;                // tiles of a block (and its cluster) at a time
-constexpr int kPairs = GROUP * 64 / CLUSTER;                  // outputs (lo row, hi row, token) that a block finishes
+constexpr int kPairs = GROUP * 64 / CLUSTER;                  // outputs (lo row, hi row, token) of a token tile that a block finishes
 constexpr int kThreadPairs = (kPairs + kThreads - 1) / kThreads;
 constexpr int kUnitSplit = NT == 8 ? 2 : 1;                   // NT = 8 holds half a unit of x in registers at a time
 constexpr int kChunkBytes = 2048;                             // 16 rows x 64 k
 constexpr int kXUnitBytes = kOneRow ? 128 : NT * 1024 - HALF_TILE * 512;   // 8 NT tokens x 64 k, or four tokens less, or one row
-constexpr int kTilePairs = kOneRow ? 8 : 64;                  // sums of a tile that a warp keeps: of a lo and a hi row and a token
+constexpr int kTilePairs = kOneRow ? 8 : 64;                  // pairs of sums (lo row, hi row, token) that a warp leaves of a tile
 
 // Shared memory: rings of weights | x | partial sums of the warps | sums of the blocks | norm weights | square sums | epilogue.
 constexpr int kPartialBytes = SPLIT_WARPS > 1 ? kWarps * GROUP * kTilePairs * 8 : 0;
@@ -52,9 +53,9 @@ constexpr int kNormBytes = NORM ? kWarps * kOwnUnits * 128 : 0;
 constexpr int kSquareBytes = kOwners * kTokens * 4;
 constexpr int kEpilogueBytes = kTokens * 16;
 constexpr int kFixedBytes = kPartialBytes + kExchangeBytes + kNormBytes + kSquareBytes + kEpilogueBytes;
-// x of the block's runs stays in shared memory for all its tiles if that leaves a quarter of the space to the weights.
-// Else it is streamed once a group: each warp its run through kStreamedUnits places, or, where all warps need all of it,
-// the block together, a stage of kWarps units at a time through two places.
+// x of the block's runs stays in shared memory for all its tiles if that leaves a quarter of the space, or room for all chunks of a group, to
+// the weights. Else x is streamed again for each group of tiles: each warp streams its run through kStreamedUnits places, or,
+// where all warps need all of x, the block does so together, a stage of kWarps units at a time through two places.
 constexpr int kXLimit = SMEM_BYTES * 3 / 5 / (kWarps * kXUnitBytes);
 constexpr int kStreamedUnits = SPLIT_WARPS == 1 ? 2 : NT <= 2 && kXLimit >= 4 ? 4 : kXLimit >= 2 ? 2 : 1;
 constexpr int kResidentRing = SMEM_BYTES - kFixedBytes - kWarps * kOwnUnits * kXUnitBytes;
@@ -69,10 +70,11 @@ constexpr int kXOffset = kRingBytes, kPartialOffset = kXOffset + kXBytes, kExcha
 constexpr int kNormOffset = kExchangeOffset + kExchangeBytes, kSquareOffset = kNormOffset + kNormBytes;
 constexpr int kEpilogueOffset = kSquareOffset + kSquareBytes;
 
-constexpr int kNoGroup = 1 << 24;                 // past every group, and its tiles still fit an int
+constexpr int kNoGroup = 1 << 24;                 // a group past every other, whose tile numbers still fit an int
 
-// Copies that may still be in flight when a chunk is read: every chunk is one commit group, and a streamed unit of x is
-// part of the last group of the unit kXSlots before it, a stage of x of the first group of the stage before it.
+// kPending: commit groups that may still be in flight when a chunk is read. Every chunk of weights is one commit group. A
+// streamed unit of x is part of the last commit group of the unit kXSlots before it, a stage of x is part of the first commit
+// group of the stage before it.
 constexpr int kWeightPending = kUnitSplit == 1 ? kSlots - 1 : kSlots - GROUP;
 constexpr int kXPending = kStaged ? kWarps * GROUP - 1 : (kXSlots - 1) * GROUP;
 constexpr int kPending = kResident || kWeightPending < kXPending ? kWeightPending : kXPending;
@@ -92,7 +94,7 @@ static_assert(kSlots >= 1 && kPending >= 0 && (kUnitSplit == 1 || kSlots >= GROU
 #define LINEAR_BOUNDS __launch_bounds__(kThreads, NT <= 2 ? 2 : 1)
 #endif
 
-// The blocks that split K: a cluster, or one block alone.
+// Rank, barriers and addresses among the blocks that split K: a cluster, or one block alone, whose own barrier then takes the place.
 DEVICE int block_rank() {
   uint32_t rank = 0;
   if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -130,7 +132,7 @@ struct Lane {
   uint32_t shared;          // start of dynamic shared memory
   int warp, lane, token, quarter;   // token = g (also the row inside a tile half), quarter = t
   int rank;                 // block of the cluster
-  int first_unit, units;    // what the warp reads of K: its run, or all
+  int first_unit, units;    // the units of K whose weights the warp reads: its run, or all
   int own_unit, own_units;  // the units of x that the warp copies and normalises
   DEVICE Lane() {
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -144,11 +146,12 @@ struct Lane {
     first_unit = SPLIT_WARPS == 1 ? 0 : own_unit;
     units = SPLIT_WARPS == 1 ? kUnits : own_units;
   }
-  // The first of the warp's tiles in a group of the block's.
+  // Returns the first of the warp's tiles in a group of tiles.
   DEVICE int tile(int group) const { return group * kBlockTiles + (SPLIT_WARPS == 1 ? warp * GROUP : 0); }
 };
 
-// The warp's stream of weight chunks: groups of GROUP tiles, for each its units, for each the tiles of the group.
+// The warp's stream of weight chunks (a tile x a unit) through its ring. The order: the groups of GROUP tiles in turn, in a group the warp's
+// units, in a unit the tiles of the group.
 template <class Tiles>
 struct WeightStream {
   const Lane& at;
@@ -158,6 +161,7 @@ struct WeightStream {
   int group, unit = 0, tile = 0;   // the next chunk to copy
   int slot = 0;                    // the next chunk to read, and where the next copy goes
 
+  // Starts the copies that fill the ring, each in a commit group.
   DEVICE WeightStream(const Lane& lane, const Tiles& t, const scalar_t* weight)
       : at(lane), tiles(t), column(weight + lane.first_unit * 64 + lane.quarter * 8), ring(lane.shared + lane.warp * kSlots * kChunkBytes),
         group(lane.units > 0 ? blockIdx.x / CLUSTER : kNoGroup) {
@@ -186,7 +190,7 @@ struct WeightStream {
     slot = slot + 1 == kSlots ? 0 : slot + 1;
   }
 
-  // The lane's 16 bytes of row lo + g (half 0) or hi + g (half 1), k 32 j + 8 t .. of the chunk in `place`.
+  // Returns the lane's 16 bytes of row lo + g (half 0) or hi + g (half 1), k = 32 j + 8 t .. + 7, of the chunk in slot `place`.
   DEVICE uint4 read(int place, int half, int j) const {
     return load_shared(ring + place * kChunkBytes + half * 1024 + j * 512 + at.lane * 16);
   }

@@ -1,5 +1,5 @@
-// A head of one row's queries in the space of the latents, by a block of 16 warps that has made it: as absorb_queries, in the same order
-// of sums.
+// Takes a head of one row's queries to the space of the latents, in the block of 16 warps that has made the head: as absorb_queries.cu
+// does, with the same order of sums.
 #pragma once
 #include "append_latents.cuh"
 
@@ -7,7 +7,7 @@
 #error "a constant is not defined"
 #endif
 
-constexpr int kHeadTiles = (NOPE_DIM + ROPE_DIM) / 16;   // of the weight that makes queries
+constexpr int kHeadTiles = (NOPE_DIM + ROPE_DIM) / 16;   // tiles of a head in the weight that makes queries
 static_assert((NOPE_DIM + ROPE_DIM) % 16 == 0 && NOPE_DIM % 8 == 0 && kRopePairs <= 512, "sizes that the kernel does not take");
 
 DEVICE uint2 load8_past_l1(const void* source) {
@@ -16,8 +16,9 @@ DEVICE uint2 load8_past_l1(const void* source) {
   return v;
 }
 
-// A head of q, rounded, and what it becomes. Two warps have an eighth of the rows of up, each half of the columns; the last threads have
-// the pairs that are rotated, since runs that do not exist leave the last warps free.
+// The epilogue that keeps a head of q, rounded, in shared memory (`query`), and `absorb`, which takes it to the space of the latents. Two
+// warps have an eighth of the head's rows of `up`, each half of the columns. The last threads rotate pairs, because runs that have no
+// slices leave the last warps free.
 struct QueryEpilogue {
   static constexpr int kEighth = NOPE_DIM / 8, kSumBytes = 8 * KV_RANK * 4;
   float* query;
@@ -30,7 +31,8 @@ struct QueryEpilogue {
   DEVICE static int eighth() { return threadIdx.x / 64; }
   DEVICE static int column() { return threadIdx.x % 64 * 4; }
   DEVICE static int pair() { return static_cast<int>(threadIdx.x) - (512 - kRopePairs); }
-  // Asks for the head's part of up, and for the angle of a pair. Before the wait, behind the weights of the product.
+  // Loads the thread's part of the head's rows of `up`, and the angle of its pair. Called before pdl_wait, behind the first copies of the
+  // product's weights.
   DEVICE void look_up() {
     int slot = 0, position = 0;
     if (pair() >= 0) slot = load_now(slots), position = load_now(positions);
@@ -51,7 +53,8 @@ struct QueryEpilogue {
     to[0] = to_float(from_float(lo)), to[8] = to_float(from_float(hi));
   }
 
-  // A barrier must come before. sums: shared memory of kSumBytes.
+  // Writes to `out` the head in the space of the latents, then its rotated part. A barrier must come before it. sums: shared memory of
+  // kSumBytes.
   DEVICE void absorb(scalar_t* out, uint32_t sums) const {
 #pragma unroll
     for (int span = 0; span < kLatentSpans; span++) {

@@ -34,20 +34,20 @@ static_assert(kBlock.weights > 0, "FORMAT must be the number of a block type");
 using Bytes = const unsigned char*;
 DEVICE float half_at(Bytes place) { return __half2float(__ushort_as_half(*reinterpret_cast<const unsigned short*>(place))); }
 
-// Field i of BITS bits: of each run of WIDTH bytes first all lowest fields, then all next ones.
+// Returns field i of BITS bits. In each run of WIDTH bytes come first the lowest fields of all bytes, then the next ones of all bytes.
 template <int BITS, int WIDTH>
 DEVICE uint32_t field(Bytes packed, int i) {
   constexpr int kRun = 8 / BITS * WIDTH;
   return packed[i / kRun * WIDTH + i % WIDTH] >> i % kRun / WIDTH * BITS & ((1 << BITS) - 1);
 }
 
-// What a code of IQ4_NL or IQ4_XS stands for, plus 128.
+// Returns the value that a code of IQ4_NL or IQ4_XS stands for, plus 128.
 DEVICE uint32_t iq4_value(uint32_t code) {
   constexpr unsigned char kValues[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
   return kValues[code];
 }
 
-// Ternary digit i of a block of TQ1_0: five to a byte, a fraction of 256 that times 3 carries its first digit out.
+// Returns ternary digit i of a block of TQ1_0. A byte has five digits, as a fraction of 256: times 3 it carries its first digit out.
 DEVICE uint32_t tq1_digit(Bytes block, int i) {
   const int begin = i < 160 ? 0 : i < 240 ? 32 : 48, width = i < 160 ? 32 : i < 240 ? 16 : 4, of_part = i - begin * 5;
   uint32_t fraction = block[begin + of_part % width];
@@ -55,7 +55,7 @@ DEVICE uint32_t tq1_digit(Bytes block, int i) {
   return fraction * 3 >> 8;
 }
 
-// The code of weight i of a block.
+// Returns the code of weight i of a block.
 DEVICE uint32_t block_code(Bytes block, int i) {
   switch (FORMAT) {
     case 2: return field<4, 16>(block + 2, i);
@@ -75,14 +75,14 @@ DEVICE uint32_t block_code(Bytes block, int i) {
   }
 }
 
-// Scale x and minimum y, of 6 bits each, of group `group` of Q4_K and Q5_K, whose twelve bytes begin at `packed`.
+// Returns scale x and minimum y, of 6 bits each, of group `group` of Q4_K and Q5_K, whose twelve bytes begin at `packed`.
 DEVICE float2 six_bit_scales(Bytes packed, int group) {
   if (group < 4) return make_float2(packed[group] & 63, packed[group + 4] & 63);
   const int high = packed[group + 4];
   return make_float2(high & 15 | packed[group - 4] >> 2 & 48, high >> 4 | packed[group] >> 2 & 48);
 }
 
-// Scale x and offset y of group `group` of a block.
+// Returns scale x and offset y of group `group` of a block.
 DEVICE float2 block_scales(Bytes block, int group) {
   switch (FORMAT) {
     case 3: case 7: return make_float2(half_at(block), half_at(block + 2));

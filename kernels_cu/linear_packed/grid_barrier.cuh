@@ -2,14 +2,17 @@
 #pragma once
 #include "types.cuh"
 
-// Blocks add to a counter, and wait for it. Each barrier of a launch adds `blocks`, so before a launch it is a multiple of that.
+// The barrier is a counter in memory, to which every block adds one before it waits. A completed barrier has added `blocks`, so before each
+// launch the counter is a multiple of `blocks`.
 template <int THREADS>
 struct GridBarrier {
   uint64_t* counter;
   int blocks;
-  uint32_t target;   // of one thread, modulo 2^32: its counter is read while this block has not arrived, so no barrier is complete meanwhile
+  // The count that completes the barrier before the next one, modulo 2^32, in the chosen thread only. At first it is read from the
+  // counter: since this block has not arrived, no barrier of the launch is complete by then.
+  uint32_t target;
 
-  // The thread that arrives and waits for the others, of the last warp: the first ones have more to do meanwhile.
+  // Whether this thread arrives and waits for the block. It is one of the last warp: the first ones have more to do meanwhile.
   DEVICE static bool is_chosen() { return threadIdx.x == THREADS - 32; }
   DEVICE GridBarrier(uint64_t* shared_counter, int num_blocks) : counter(shared_counter), blocks(num_blocks) {
     if (!is_chosen()) return;
@@ -22,11 +25,13 @@ struct GridBarrier {
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
     return value;
   }
-  // All that the block's threads have written is visible to whoever waits. Every block, whether it has anything to do or not.
+  // Arrives for the block: all that its threads have written is visible to whoever waits. Every block calls it, whether it has anything to
+  // do or not.
   DEVICE void arrive() const {
     __syncthreads();
     if (is_chosen()) asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
   }
+  // Returns when all blocks have arrived.
   DEVICE void wait() {
     if (is_chosen()) {
       target += blocks;

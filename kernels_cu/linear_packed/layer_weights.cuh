@@ -3,20 +3,21 @@
 #include "packed_activations.cuh"
 #include "packed_multiply.cuh"
 
-constexpr int kHidden = IN_FEATURES, kOfLayer = 4;   // products of a layer, of which the last one is the next layer's
-constexpr int kMostChunk = 2;      // slices of a chunk
-constexpr int kAhead = 3;          // chunks of a warp that are copied before x of their product is asked for: more would keep it waiting
-constexpr int kMostStage = 4;      // slices of a run of x that are in shared memory at a time, but for rows that are normalised
+constexpr int kHidden = IN_FEATURES, kOfLayer = 4;   // products of a layer: o, gate_up, down, and qkv of the layer behind it
+constexpr int kMostChunk = 2;      // the most slices of a chunk
+constexpr int kAhead = 3;          // chunks of a warp that are copied before x of their product is asked for: more would keep x waiting
+constexpr int kMostStage = 4;      // the most slices of a run of x in shared memory at a time; rows that are normalised lie there whole
 
-// A weight with ROWS_ rows of COLUMNS elements in RUNS_ runs. Tiles are dealt out to the blocks in turn, or to the warps of all blocks.
+// A weight with ROWS_ rows of COLUMNS elements in RUNS_ runs. Tiles are dealt out in turn: to the blocks, whose warps have a run each, or,
+// with one run, to the warps of all blocks.
 template <int ROWS_, int COLUMNS, int RUNS_>
 struct Matrix {
   static constexpr bool kIsWhole = RUNS_ == 1;                                    // a warp has whole rows
   static constexpr int kTiles = ROWS_ / 16, kColumns = COLUMNS, kNumSlices = COLUMNS / 128;
-  static constexpr int kOwnSlices = (kNumSlices + RUNS_ - 1) / RUNS_;             // of a run
-  static constexpr int kFilled = (kNumSlices + kOwnSlices - 1) / kOwnSlices;      // runs that have any
+  static constexpr int kOwnSlices = (kNumSlices + RUNS_ - 1) / RUNS_;             // slices of a run
+  static constexpr int kFilled = (kNumSlices + kOwnSlices - 1) / kOwnSlices;      // runs that have any slices
   static constexpr int kOwnBytes = packed_run_bytes(kOwnSlices);
-  static constexpr int kBytes = (kFilled - 1) * kOwnBytes + packed_run_bytes(kNumSlices - (kFilled - 1) * kOwnSlices);   // of a tile
+  static constexpr int kBytes = (kFilled - 1) * kOwnBytes + packed_run_bytes(kNumSlices - (kFilled - 1) * kOwnSlices);   // bytes of a tile
   static constexpr int kStep = kIsWhole ? GRID * kWarps : GRID, kRounds = (kTiles + kStep - 1) / kStep;
   static constexpr int kChunk = kOwnSlices < kMostChunk ? kOwnSlices : kMostChunk;
   static constexpr int kStage = kOwnSlices < kMostStage ? kOwnSlices : kMostStage;
@@ -24,7 +25,8 @@ struct Matrix {
   static_assert(static_cast<int64_t>(kStep) * kRounds * kBytes < 1LL << 31, "places are integers");
   static_assert(kIsWhole || kRounds * 8 <= kThreads, "a thread finishes one pair of outputs");
 
-  // The warp's, or the block's, tile of a round, if there are so many.
+  // tile(): the tile of a round, the warp's own (kIsWhole) or its block's; past the last tile where there is none. rounds(): the rounds that
+  // have one. run(), slices(): the warp's run, and the slices in it.
   DEVICE static int tile(int warp, int round) { return round * kStep + (kIsWhole ? warp * GRID : 0) + static_cast<int>(blockIdx.x); }
   DEVICE static int rounds(int warp) { return tile(warp, kRounds - 1) < kTiles ? kRounds : kRounds - 1; }
   DEVICE static int run(int warp) { return kIsWhole ? 0 : warp; }
@@ -37,7 +39,7 @@ using Qkv = Matrix<QKV_ROWS, kHidden, RUNS>;
 
 DEVICE constexpr int most(int a, int b) { return a > b ? a : b; }
 
-// Shared memory.
+// Shared memory: square sums of the warps | the row's position and place (kPlace) | its slot and position (kRowPlace) | sums | x | rings.
 constexpr int kSlotBytes = kMostChunk * kUnitBytes;
 constexpr int kSquares = 0, kPlace = kSquares + kRowWarps * 4, kRowPlace = kPlace + 8, kSums = 64;
 constexpr int kMostRounds = most(most(Output::kRounds, Down::kRounds), most(GateUp::kIsWhole ? 1 : GateUp::kRounds, Qkv::kRounds));
@@ -52,24 +54,25 @@ DEVICE unsigned char* ring_memory() {
   return memory + kRings;
 }
 
-// In the compiler's eyes it is another one then: what follows from it is not kept in registers from one layer to the next.
+// Makes `at` another one in the compiler's eyes: what follows from it is then not kept in registers from one layer to the next.
 DEVICE void renew(Lane& at) {
   asm volatile("" : "+r"(at.shared), "+r"(at.warp), "+r"(at.lane), "+r"(at.token), "+r"(at.quarter));
 }
 
-// What the products of a layer read: weights, the norms of gate_up and of qkv, and the bias of qkv, which is the next layer's, as are the
-// pages in which its keys and values go.
+// The operands of a layer's products o, gate_up (with mlp_norm) and down, and of the product qkv of the layer behind it: qkv, norm, bias, and
+// the pages that its keys and values go to.
 struct LayerOperands {
   const void *o, *gate_up, *down, *qkv;
   const scalar_t *mlp_norm, *norm, *bias;
   scalar_t *k_pages, *v_pages;
 };
-constexpr int kMostLayers = ATTENDS ? 54 : 1;   // whose operands a launch takes: 4 KB
+constexpr int kMostLayers = ATTENDS ? 54 : 1;   // layers whose operands a launch takes, at most: 4 KB
 struct Layers {
   LayerOperands of[kMostLayers];
 };
 
-// The warp's chunks of all products: of each, chunk by chunk of its run, for each the tiles of all its rounds.
+// The warp's stream of the weights of all products through its ring. The order: product by product, in a product chunk by chunk of the warp's
+// run, for each chunk the tiles of all its rounds.
 struct Chain {
   static constexpr int kNever = 1 << 30;
   const Lane& at;
@@ -78,10 +81,10 @@ struct Chain {
   uint32_t ring;
   int slot = 0;                         // the next chunk to read, and where the next copy goes
   int product = -1, round = 0, slice = 0;   // the next chunk to copy
-  int current, ahead = 0, skipped = 0;  // the product whose x is asked for; chunks behind it that are copied, that wait for it
-  int barred = kNever;                  // the first product of which nothing is copied yet, whatever it is
+  int current, ahead = 0, skipped = 0;  // the last product whose x is asked for; chunks of later products that are copied; copies left out
+  int barred = kNever;                  // of this product and later ones nothing may be copied yet, whatever `current` is
   const unsigned char* from;            // the warp's run of its first tile of the product
-  int rounds, slices, chunk, step;      // of the product; bytes from one of the warp's tiles to the next
+  int rounds, slices, chunk, step;      // sizes of the product; bytes from one of the warp's tiles to the next
 
   DEVICE Chain(const Lane& lane, const Layers& all, int count, int asked_for)
       : at(lane), layers(all), num_products(count), ring(lane.shared + kRings + lane.warp * SLOTS * kSlotBytes), current(asked_for) {
@@ -92,12 +95,13 @@ struct Chain {
 #pragma unroll 1
     for (int i = 0; i < SLOTS; i++) copy_next();
   }
+  // Begins with the weight of a product.
   template <class M>
   DEVICE void enter(const void* weight) {
     from = static_cast<const unsigned char*>(weight) + M::run(at.warp) * M::kOwnBytes + static_cast<int64_t>(M::tile(at.warp, 0)) * M::kBytes;
     rounds = M::rounds(at.warp), slices = M::slices(at.warp), chunk = M::kChunk, step = M::kStep * M::kBytes;
   }
-  // Goes on to the next product of which the warp has anything.
+  // Goes on to the next product in which the warp has a tile and slices.
   DEVICE void next_product() {
     do {
       product++;
@@ -110,7 +114,7 @@ struct Chain {
       else enter<Qkv>(of.qkv);
     } while (rounds == 0 || slices == 0);
   }
-  // Starts the copy of the next chunk into the slot that was read last.
+  // Starts the copy of the next chunk into the slot that was read last, or leaves it out for `go_on` if it is too early for its product.
   DEVICE void copy_next() {
     if (product >= barred || (product > current && ahead == kAhead)) {
       skipped++;
@@ -141,7 +145,7 @@ struct Chain {
     for (int i = 0; i < count; i++) copy_next();
   }
   DEVICE static int next(int slot) { return slot + 1 == SLOTS ? 0 : slot + 1; }
-  // The next COUNT chunks in shared memory, once they are there.
+  // Waits for the next COUNT chunks and puts their addresses in shared memory into `units`.
   template <int COUNT>
   DEVICE void wait(uint32_t (&units)[COUNT]) const {
     cp_async_wait<SLOTS - COUNT>();
@@ -150,7 +154,7 @@ struct Chain {
 #pragma unroll
     for (int i = 0; i < COUNT; i++) units[i] = ring + read * kSlotBytes, read = next(read);
   }
-  // The warp has read them.
+  // Frees COUNT chunks that the warp has read: the next copies go there.
   template <int COUNT>
   DEVICE void release() {
     __syncwarp();
@@ -159,7 +163,8 @@ struct Chain {
   }
 };
 
-// The next chunks of the warp, those of COUNT tiles.
+// Adds to `out` the products of the warp's next COUNT chunks, one of each of COUNT tiles, with x. is_whole: the chunks have M::kChunk
+// slices, else one.
 template <class M, int COUNT>
 DEVICE void multiply_chunks(Sums* out, Chain& weights, uint32_t x, const Lane& at, bool is_whole) {
   uint32_t units[COUNT];
@@ -169,7 +174,7 @@ DEVICE void multiply_chunks(Sums* out, Chain& weights, uint32_t x, const Lane& a
   weights.release<COUNT>();
 }
 
-// The warp's slices of all its tiles; `enter(slice)` gives the place of x from that slice on.
+// Computes the warp's sums of a product: the slices of its run in all its tiles. `enter(slice)` returns the place of x from that slice on.
 template <class M, class Enter>
 DEVICE void multiply_run(Sums (&out)[M::kRounds], Chain& weights, const Lane& at, Enter enter) {
   const int rounds = M::rounds(at.warp), slices = M::slices(at.warp);

@@ -1,11 +1,11 @@
 // Skinny matrix products of a step of 1-64 rows with weights of 2, 4 or 8 bits: y[T,N] = x[T,K] W[N,K]^T, fused as in linear.cu.
 //
-// W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15 (2 bits: 0..3, 8 bits: 0..255); zero is 8 (2, 128) everywhere without
-//   ZEROS. With ZEROS 2 W[n, k] = scale[n, k / G] * u[n, k] - minimum[n, k / G].
-// Operands: x, inner (T, K) scalar_t row-major, or with PREPARED what prepare_rows wrote of them; weight packed as in
+// W[n, k] = scale[n, k / G] * (u[n, k] - zero[n, k / G]), u in 0..15 (2 bits: 0..3, 8 bits: 0..255). Without ZEROS zero is 8 everywhere (2
+//   bits: 2, 8 bits: 128). With ZEROS 2 W[n, k] = scale[n, k / G] * u[n, k] - minimum[n, k / G].
+// Operands: x, inner (T, K) scalar_t row-major, or with PREPARED the buffer that prepare_rows wrote from them; weight packed as in
 //   packed_layout.cuh (repack.cu writes it); partials (tiles, 8, NT, 32) float4 and arrivals (tiles) int32, zero, with
-//   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; prepared with FEEDS what prepare_rows makes of out, else null; others as
-//   in linear.cu.
+//   SHARED_RUN = 1, RUNS = 8 and CLUSTERS = 0, else null; prepared: with FEEDS it takes what prepare_rows would make of out, else null;
+//   others as in linear.cu.
 // Constants:
 //   LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head, 4 latent_queries, which has one row
 //   KV_RANK: NOPE_DIM: ROPE_DIM: VALUE_DIM: of latent_queries only, as in absorb_queries.cu
@@ -14,46 +14,50 @@
 //   WEIGHT_BITS: 4, or 8 with ZEROS 0 or 2, or 2 with ZEROS 0
 //   RUNS: contiguous parts of K, summed in order: 8 or 1
 //   SCALE_GROUP: columns that share a scale: 16, 32, 64 or 128
-//   ZEROS: 1 has zero points beside the scales, 2 minimums; 0: zero points are 8, in 2 bits 2, in 8 bits 128
+//   ZEROS: 1 has zero points beside the scales, 2 minimums, 0 nothing: zero points are then 8, in 2 bits 2, in 8 bits 128
 //   ROWS: most rows of a step: 1, 8, 16, 32 or 64
-//   WARPS: of a block, with SHARED_RUN 0 a multiple of 8
+//   WARPS: warps of a block, with SHARED_RUN 0 a multiple of 8
 //   WARPGROUPS: 1 lets four warps multiply together where the architecture can
-//   SHARED_RUN: 1: each warp of a block has another tile, of one run; 0: eight warps share a tile, each has a run
+//   SHARED_RUN: 1: the warps of a block have different tiles, all of one run of K; 0: eight warps share a tile, each has one of its runs
 //   NORM: 1 normalises rows of x
 //   PREPARED: 1: x comes from prepare_rows; 0: as the kernel before wrote it
 //   STAGE_SLICES: slices of x in a stage; 0: all of a block's x at once
-//   STAGES: of x in shared memory: 3 or more, or with STAGE_SLICES 0 any
+//   STAGES: stages of x in shared memory: 3 or more, or with STAGE_SLICES 0 any
 //   EARLY_SLOTS: chunks of a warp that are copied before x is asked for
 //   CLUSTERS: 1: the eight blocks with the runs of the same tiles are a cluster, which needs sm_90
-//   RECEIVED_APART: 1: what the peers of a cluster send has its own memory; 0: that of weights and x, and all blocks take tiles once
+//   RECEIVED_APART: 1: sums that the peers of a cluster send have shared memory of their own; 0: they are written over weights and x, and all
+//     blocks take tiles only once
 //   FEEDS: 1: a gate_up product also writes what prepare_rows would make of its rows for the product after it
-//   TRIGGER: the next kernel may start 0 as soon as this one, of qkv behind its wait; 1 at its end; 2 once x is there, or with
-//     STAGE_SLICES its first stages are asked for: those copies do not queue behind what that one reads early
-//   KEPT_ROUNDS: with SHARED_RUN 0 and one row, rounds whose sums over runs come after the products of all; else 1
+//   TRIGGER: when the next kernel may start: 0 as soon as this one, or qkv behind its pdl_wait; 1 at this one's end; 2 once x is there, or
+//     with STAGE_SLICES once its first stages are asked for: these copies then do not queue behind what the next kernel reads early
+//   KEPT_ROUNDS: with SHARED_RUN 0 and one row, the rounds whose runs are added only after the products of all of them; else 1
 //   SMEM_BYTES: dynamic shared memory of the launch
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
-//   FATRELU: of gate_up only, its activation is that of fatrelu.cuh; without it SiLU
-//   ROW_PITCH: elements between rows of x, of whose columns the first K are taken; without it K. Such rows are those of a product before
-//     this one, which starts the next kernel behind its own wait: all before that one has finished, so this one starts the next at once
-//   EARLY_WARPS: the first warps of a block, which alone do what EARLY_SLOTS says; without it all warps
-//   SMALL_CHUNKS: 1: with one row, where lanes copy, a chunk has two slices, else a multiple of 128 bytes
-//   OWN_RUNS: 1: with one row and SHARED_RUN, NORM and PREPARED 0 warps that share a run of x wait for each other alone; else all for all
-//   AHEAD: 1: a residual product asks for what the product after it reads first, once x is there: until that one's blocks find room the
-//     memory would have nothing to do
+//   FATRELU: of gate_up only, the activation is that of fatrelu.cuh; without it SiLU
+//   ROW_PITCH: elements between rows of x, whose first K columns are taken; without it K. Rows with a pitch come from the product before
+//     this one, which starts this kernel behind its own pdl_wait: all kernels before that product have finished, so this one starts the
+//     next at once
+//   EARLY_WARPS: how many warps of a block, its first ones, copy the chunks of EARLY_SLOTS; without it all warps do
+//   SMALL_CHUNKS: 1, for one row where lanes copy: a chunk has two slices; without it a multiple of 128 bytes
+//   OWN_RUNS: 1, for one row with SHARED_RUN, NORM and PREPARED 0: only the warps that share a run of x wait for each other; without it all
+//     warps of the block do
+//   AHEAD: 1: once x is there, a residual product prefetches what the product after it reads first: the memory would have nothing to do until
+//     the blocks of that product find room
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
 //   in turn; block 32 * WARPS; SMEM_BYTES of dynamic shared memory.
-// Numerics: x enters as integers of 14 bits and a sign in quanta of its slice of 128 columns: each element is at most 2^-14 of the slice's
-//   largest away, those below 2^-101 count as zero. Codes times integers are summed exactly over a scale group; the sum is rounded to float32, scaled, and added in order,
-//   groups and then RUNS runs of K. One rounding where a value is stored and one where a normalised row becomes n = round(x * norm):
-//   1 / rms multiplies the sums. Bits of a row depend on its own operands only. fp16: |n| < 2^20. What is not finite in x makes its sums NaN.
+// Numerics: x enters as integers of 14 bits and a sign in quanta of its slice of 128 columns: this changes an element by at most 2^-14 of
+//   the slice's largest, and those below 2^-101 count as zero. Codes times integers are summed exactly over a scale group; the sum is
+//   rounded to float32, scaled, and added in order: the groups of a run, then the RUNS runs of K. One rounding where a value is stored and
+//   one where a normalised row becomes n = round(x * norm): 1 / rms multiplies the sums. Bits of a row depend on its own operands only.
+//   fp16: |n| < 2^20. Values of x that are not finite make its sums NaN.
 // Oracle: NumpyOps.qkv, project_residual, gate_up, lm_head.
 // Source: original; rings as in CUTLASS's pipelines; RMSNorm arXiv 1910.07467, RoPE 2104.09864, SwiGLU 2002.05202.
 // Why so: at few rows the time is that of reading W once, so a warp's weights are one contiguous run of whole copies, and the
-//   codes need almost no work: a mask leaves them as the highest bits of signed bytes, one instruction for four weights, where masks
-//   that make 16-bit floats of them cost five for eight and bounded these products.
+//   codes need almost no work: a mask leaves them as the highest bits of signed bytes, one instruction for four weights. Masks that
+//   make 16-bit floats of them cost five instructions for eight weights, which limited these products.
 //   Tensor-core operand A is a tile of codes, operand B columns of x: each token has a column of high bytes and one of low bytes of
 //   its integers, whose sums are added as 256 high + low. A sum grows by scale * quantum * (sum u q - zero * sum q); where zero is not the
-//   middle code the sums of q are taken once, where x is brought to shared memory. Integers are exact: all ways to sum a group
+//   middle code the sums of q are taken once, when x is brought to shared memory. Integers are exact: all ways to sum a group
 //   have the same bits. K is cut into RUNS runs that are added in order: by eight warps of a
 //   block, or, with RUNS = 8 and SHARED_RUN = 1, by eight blocks that read an eighth of x each and exchange sums.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
@@ -85,17 +89,18 @@ constexpr bool kFetchesAhead = true;
 #else
 constexpr bool kFetchesAhead = false;
 #endif
-constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` wrote before a barrier
-constexpr bool kGuesses = LINEAR == 0 && ROWS == 1 && !SHARED_RUN;   // where the row is, before the wait
-constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // more tiles leave no registers for what is read before the products
+constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` writes: it comes behind a barrier
+constexpr bool kGuesses = LINEAR == 0 && ROWS == 1 && !SHARED_RUN;   // whether the row's place is guessed before pdl_wait
+constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // `settle` and `keep` come behind products, but NT 8 lacks registers for that
 
-// The warp's run of one tile.
+// Computes a warp's sums of one tile over its run of K.
 DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
-  // Slices with several scale groups come one by one, but for one row: the groups' sums are added slice by slice, whatever ROWS is.
+  // Slices with several scale groups are multiplied one by one: the groups' sums must be added slice by slice, whatever ROWS is. With one row
+  // slices can still be joined, because their sums are kept and added in that order.
   constexpr bool kCanJoin = (kUnitScales == 1 || (ROWS == 1 && SCALE_GROUP >= 32)) && kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0);
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
-  // Instructions bind where four warps multiply together: a chunk is straight code, its addresses parts of the instructions.
+  // Where four warps multiply together the number of instructions is the limit: a chunk is unrolled, so that addresses are parts of them.
   constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 || (WEIGHT_BITS == 8 && NT == 8) ? 1 : 4;
   constexpr bool kAreWhole = ROWS == 1 && kSlices % kRunSlices + kRunSlices % kChunkSlices == 0;   // no chunk has fewer slices
 #pragma unroll 1
@@ -122,10 +127,10 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
   finish_sums(out);
 }
 
-// One row, a run of one slice: the products of all rounds side by side.
+// Whether the products of all rounds go side by side: with one row and runs of one slice.
 constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kRunSlices == 1 && kSlots >= KEPT_ROUNDS;
 
-// The whole product; x (T, K), or with PREPARED what prepare_rows wrote.
+// Computes the whole product. x is (T, K), or with PREPARED the buffer that prepare_rows wrote; num_tiles: tiles of W.
 template <class Epilogue>
 DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
                            const void* weight, float4* partials, int* arrivals, int T, float eps, const Ahead& ahead = {}) {
@@ -133,7 +138,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
   static_assert(!kNormalises || !SHARED_RUN || RUNS == 1 || CLUSTERS, "a block that sees one run of x cannot normalise it");
   const Lane at;
   const int first = Lane::tile(0, 0), step = Lane::tile(1, 0) - first;
-  const int rounds = FEEDS ? 1 : (num_tiles - first + step - 1) / step;   // known: that leaves registers for straight code
+  const int rounds = FEEDS ? 1 : (num_tiles - first + step - 1) / step;   // with FEEDS a constant: that leaves registers for unrolled code
   WeightStream weights(at, weight, num_tiles);
   if (kNormalises) RowPieces::prefetch_norm(norm);
   Activations activations{at, reinterpret_cast<const unsigned char*>(x) + (SHARED_RUN ? at.run * kRunSlices * kXSliceBytes : 0)};
@@ -277,8 +282,9 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_head)(
 static_assert(ROWS == 1 && !SHARED_RUN && kWarps == 16 && kHeadTiles == KEPT_ROUNDS * kBlockTiles, "a block takes a head of one row");
 static_assert(QueryEpilogue::kSumBytes <= kPartialBytes, "the partial sums have no room for those of a head");
 
-// What absorb_queries makes of the row of q = n Wq^T / rms, rounded, in the same bits: a block makes a head of q, and keeps it. Operands and
-// grid as there; x (1, ROW_PITCH) are the latents, of which the first IN_FEATURES make q.
+// Computes q = n Wq^T / rms of one row, rounded, and from it what absorb_queries makes of such a row, with the same bits. A block makes a head
+// of q and keeps it in shared memory; the block behind the last head appends the row's latent. Operands and grid as in absorb_queries.cu;
+// x (1, ROW_PITCH) are the latents, of which the first IN_FEATURES columns make q.
 extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_latent_queries)(
     scalar_t* __restrict__ queries, scalar_t* pages, const scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
     const scalar_t* __restrict__ up, const scalar_t* __restrict__ rope, const scalar_t* __restrict__ kv_norm, const int* positions,

@@ -1,16 +1,16 @@
-// x of a product with packed weights on its way to shared memory.
+// Bringing x of a product with packed weights to shared memory, and the scales of rows that are normalised.
 #pragma once
 #include "packed_stream.cuh"
 
-// What the sums of a normalised token are multiplied by: its 1 / rms, for rows enter the product without it.
+// The scale that a token's sums are multiplied by: 1 / rms of its row, which enters the product without it.
 struct RowScale {
   const Lane& at;
   float eps;
 
-  // Square sums of a token, by the eighths of x; with PREPARED there are none, and the finished scales lie here.
+  // Addresses in shared memory: of a token's square sums, one for each eighth of x; with PREPARED of its finished scale, in the same place.
   DEVICE uint32_t squares(int token) const { return at.shared + kSquareOffset + token * kRowWarps * 4; }
   DEVICE uint32_t prepared(int token) const { return at.shared + kSquareOffset + token * 4; }
-  // What prepare_rows wrote, of the token that this thread looks up; `keep` comes before a barrier.
+  // `load` returns the scale that prepare_rows wrote for token threadIdx.x (else 1), `keep` puts it into shared memory, before a barrier.
   DEVICE float load(const scalar_t* x, int T) const {
     float scale = 1.0f;
     if (NORM && PREPARED && threadIdx.x < T)
@@ -27,16 +27,17 @@ struct RowScale {
   }
 };
 
-// x in shared memory: all that the block reads of it at once, or in stages.
+// x in shared memory: all that the block reads of it, or a few stages of it at a time.
 struct Activations {
   const Lane& at;
   const unsigned char* prepared;   // the block's part of what prepare_rows wrote
-  unsigned stage = 0, last = 0;    // the stage that is read next; the stages of all rounds
+  unsigned stage = 0, last = 0;    // the stage that is read next; the number of stages in all rounds
 
   DEVICE uint32_t base() const { return at.shared + kXOffset; }
   DEVICE SharedRows rows() const { return {base()}; }
 
-  // x as it is in memory, times the weights of the norm, by groups of 256 threads that take tokens in turn. Before a barrier.
+  // Brings all of x, times the weights of the norm, to shared memory, and the square sums of its rows. Groups of 256 threads take tokens in
+  // turn. The rest of the ring of weights is asked for behind x. A barrier must follow.
   DEVICE void fill_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
                               int T) const {
     constexpr int kTeams = kThreads < kRowThreads ? 1 : kThreads / kRowThreads;
@@ -73,8 +74,8 @@ struct Activations {
     }
   }
 
-  // The block's run of x, as it is in memory, times the weights of the norm: warps take tokens in turn, and the blocks of the cluster
-  // tell each other the square sums of their runs. Before a barrier.
+  // Brings the block's run of x, times the weights of the norm, to shared memory: warps take tokens in turn, and the blocks of the cluster
+  // send each other the square sums of their runs. The rest of the ring of weights is asked for behind x. A barrier must follow.
   DEVICE void fill_run_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
                                   int T) const {
     constexpr int kBatch = (ROWS + kWarps - 1) / kWarps;   // tokens of a warp
@@ -120,10 +121,11 @@ struct Activations {
     else __syncwarp();
   }
 
-  // The block's part of x, as it is in memory. Before a barrier. `look()` comes while it is on its way.
+  // Brings the block's part of x to shared memory, without a norm. The rest of the ring of weights is asked for behind x, and `look()` is
+  // called while x is on its way. A barrier must follow.
   template <class Look>
   DEVICE void fill(const scalar_t* x, WeightStream& weights, int T, Look look) const {
-    constexpr int kRowPieces = kBlockSlices * 16;   // of a token
+    constexpr int kRowPieces = kBlockSlices * 16;   // pieces of a token that the block reads
     constexpr int kNeeded = (ROWS * kRowPieces + kThreads - 1) / kThreads;
     constexpr int kBatch = kOwnRuns ? (kThreadPieces + kRunWarps - 1) / kRunWarps : kNeeded <= 2 ? kNeeded : kNeeded <= 4 || ROWS == 64 ? 4 : 8;
     const int first = SHARED_RUN ? at.run * kRowPieces : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
@@ -147,13 +149,14 @@ struct Activations {
     }
   }
 
-  // Copies all that prepare_rows wrote for the block. A barrier must follow.
+  // Starts copies of all that prepare_rows wrote for the block. A wait for them and a barrier must follow.
   DEVICE void copy_prepared() const {
     const int bytes = (SHARED_RUN ? at.slices : kSlices) * kXSliceBytes;
     for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) cp_async16(base() + i, prepared + i);
     cp_async_commit();
   }
 
+  // Bytes of a stage, its source, and its place in shared memory. `index` counts the stages of all rounds.
   DEVICE int stage_bytes(unsigned index) const {
     const unsigned stages = (at.slices + kStageSlices - 1) / kStageSlices;
     const int left = at.slices - index % stages * kStageSlices;
@@ -164,9 +167,10 @@ struct Activations {
     return prepared + static_cast<size_t>(index % stages) * kStageSlices * kXSliceBytes;
   }
   DEVICE uint32_t stage_place(unsigned index) const { return base() + index % kStages * kStageSlices * kXSliceBytes; }
-  // Barriers of a stage: its bytes have come; all warps have read it.
+  // Barriers in shared memory of a stage: `full` when its bytes have come, `empty` when all warps have read it.
   DEVICE uint32_t full(unsigned index) const { return at.shared + kXBarrier + index % kStages * 16; }
   DEVICE uint32_t empty(unsigned index) const { return full(index) + 8; }
+  // Starts the copy of a stage, if there is one, as soon as all warps have read what lies in its place.
   DEVICE void start_stage(unsigned index) const {
     if (!kCopyEngine || threadIdx.x != 0 || index >= last) return;
     if (index >= kStages) mbarrier_wait(empty(index), index / kStages - 1 & 1);
@@ -182,7 +186,8 @@ struct Activations {
   DEVICE void start_stages() const {
     for (int i = 0; i < kStages - 1; i++) start_stage(i);
   }
-  // Waits for the next stage. The calling warp has read the one before it; the first thread goes on with the copies.
+  // Waits for the next stage and returns where it lies. The calling warp has read the stage before it. With the copy engine the block's
+  // first thread also starts the next copy; without it all threads copy the stage here.
   DEVICE uint32_t enter_stage() {
     if constexpr (kCopyEngine) {
       __syncwarp();

@@ -1,29 +1,30 @@
-// How the eight blocks with the runs of the same tiles exchange their sums (SHARED_RUN = 1 and RUNS = 8); each finishes an eighth.
+// The exchange of sums among the eight blocks that have the runs of the same tiles (SHARED_RUN = 1 and RUNS = 8). Each finishes an eighth of
+// the tiles.
 #pragma once
 #include "packed_activations.cuh"
 
-constexpr int kLaneTokens = ROWS == 1 ? 1 : 2;   // of a token tile
-constexpr bool kLooksEarly = NT <= 2;            // at what an epilogue needs: before the products, or while sums are on their way
-using Sums = float[NT][4];   // of a lane and its warp's tile: token tile, {lo: token 2t, 2t+1; hi: the same}
+constexpr int kLaneTokens = ROWS == 1 ? 1 : 2;   // tokens of a token tile that a lane has sums of
+constexpr bool kLooksEarly = NT <= 2;            // what an epilogue needs is read before the products, else while sums are on their way
+using Sums = float[NT][4];   // a lane's sums of its warp's tile: [token tile][lo of tokens 2 t and 2 t + 1, hi of the same]
 
-// With CLUSTERS: through the shared memory of the block that finishes a tile, which counts the bytes that come: received [own tile][run][token
-// tile][lane] float4.
+// The exchange with CLUSTERS: sums are sent to the shared memory of the block that finishes their tile, whose barrier counts the bytes that
+// come. They lie there as [own tile][run][token tile][lane] float4.
 struct Exchange {
   const Lane& at;
   int num_tiles, T;
 
   DEVICE uint32_t barrier() const { return at.shared + kReceivedBarrier; }
-  // Where the sums of a run for the tile at `place` arrive.
+  // Returns the address at which the sums of a run arrive for the tile at `place` among the block's.
   DEVICE uint32_t received(int place, int run) const {
     return at.shared + kReceivedOffset + (place / RUNS * kFilledRuns + run) * NT * 512;
   }
-  // Says how many bytes will come in a round. One thread calls it.
+  // Tells the barrier how many bytes will come in a round. One thread calls it.
   DEVICE void expect(int round) const {
     int count = 0;
     for (int place = at.run; place < kWarps; place += RUNS) count += Lane::tile(round, place) < num_tiles;
     mbarrier_arrive_expect(barrier(), count * kFilledRuns * ((T + 7) / 8) * 512);
   }
-  // Sets up the barriers. It comes before cluster_wait, and that before anything is sent.
+  // Sets up the barriers and arrives at that of the cluster. A cluster_wait must come between it and the first send.
   DEVICE void prepare() const {
     if (threadIdx.x == 0) {
       mbarrier_init(barrier(), 1), mbarrier_init(at.shared + kSquareBarrier, 1);
@@ -33,6 +34,7 @@ struct Exchange {
     }
     cluster_announce();
   }
+  // Sends the warp's sums of a round to the block that finishes its tile.
   DEVICE void send(const Sums& out, int round) const {
     if (at.tile(round) >= num_tiles || at.slices == 0) return;
     const uint32_t to = peer_address(received(at.warp, at.run) + at.lane * 16, at.warp % RUNS);
@@ -41,10 +43,10 @@ struct Exchange {
     for (int nt = 0; nt < NT; nt++)
       if (nt * 8 < T) send_float4(to + nt * 512, peer_barrier, out[nt][0], out[nt][1], out[nt][2], out[nt][3]);
   }
-  // visit(i, tile, row, token, where its lo part of the first run is) for what the thread finishes.
+  // Calls visit(i, tile, row, token, part) for each output that the thread finishes; `part` is the address of the lo row's sum in run 0.
   template <class Visit>
   DEVICE void visit_own(int round, Visit visit) const {
-    int thread;   // read here, so that nothing of the places is computed, and kept, before the products
+    int thread;   // read here, so that the compiler does not compute the places before the products, and keep them
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
 #pragma unroll
     for (int i = 0; i < kThreadPairs; i++) {
@@ -58,9 +60,10 @@ struct Exchange {
   DEVICE void look(Epilogue& epilogue, int round) const {
     visit_own(round, [&](int i, int tile, int row, int token, uint32_t) { epilogue.prefetch(0, i, tile, row, token); });
   }
+  // Sends the warp's sums of a round, waits for those of the peers, and gives the block's share of outputs to the epilogue.
   template <class Epilogue>
   DEVICE void finish(const Sums& out, Epilogue& epilogue, const RowScale& scale, int round, bool is_last) const {
-    if (!RECEIVED_APART) cluster_announce();   // what lies where peers send has been read, and used: no fence
+    if (!RECEIVED_APART) cluster_announce();   // weights and x in the place where peers send have been read and used: no fence
     if (!RECEIVED_APART || round > 0) cluster_wait();
     send(out, round);
     if (!kLooksEarly) look(epilogue, round);
@@ -75,27 +78,30 @@ struct Exchange {
       epilogue.store(0, i, tile, row, token, lo * factor, hi * factor);
     });
     if (is_last) return;
-    __syncthreads();   // all have seen this phase end: the next may end at once
+    __syncthreads();   // all threads have seen this phase of the barrier end: the next one may end at once
     if (threadIdx.x == 0) expect(round + 1);
     cluster_arrive();
   }
 };
 
-constexpr int kDeparted = 1 << 16;   // counts blocks that need an arrival counter no more
+constexpr int kDeparted = 1 << 16;   // what a block adds to an arrival counter when it needs it no more
 
-// What all threads wrote before a barrier comes before the count; who has seen the count sees it.
+// Counts an arrival, with release semantics: whoever has seen the count (arrivals_seen) sees all that the block's threads wrote before a
+// barrier in front of this call.
 DEVICE void announce(int* counter) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
+// Returns the counter, with acquire semantics.
 DEVICE int arrivals_seen(const int* counter) {
   int count;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
   return count;
 }
 
-// Without CLUSTERS: through memory: partials (tiles, RUNS, NT, 32) float4; arrivals (tiles) int32, 0 before and after.
-// A block waits for the others. All of a grid are on the device together: there are no more than multiprocessors, the kernels
-// before it end without it, and those after it start only when all its blocks have.
+// The exchange without CLUSTERS, through memory: writes the warp's sums of a round, waits for those of the other blocks, and gives the block's
+// share of outputs to the epilogue. partials (tiles, RUNS, NT, 32) float4; arrivals (tiles) int32, 0 before and after.
+// A block may wait for others, because all blocks of a grid are on the device together: there are no more than multiprocessors, the
+// kernels before this one end without waiting for it, and those after it start only when all its blocks have started.
 template <class Epilogue>
 DEVICE void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round,
                         int num_tiles, int T, float4* partials, int* arrivals) {
@@ -138,6 +144,6 @@ DEVICE void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, con
     const float next_factor = scale.of(first + 1);
     epilogue.store(0, 1, tile, row, first + 1, sum.y * next_factor, sum.w * next_factor);
   }
-  asm volatile("" : "+r"(departed));   // its thread does not wait for the result before
+  asm volatile("" : "+r"(departed));   // the thread waits for the result of its atomicAdd only here
   if (threadIdx.x == 0 && departed / kDeparted == RUNS - 1) *arrived = 0;
 }

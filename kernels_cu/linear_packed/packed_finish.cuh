@@ -1,8 +1,10 @@
-// What becomes of the sums of a block that shares them with no other: sums over runs of K, whole rows, rows for the product after it.
+// Finishing sums that a block exchanges with no other: they are added over the runs of K, or are those of whole rows, or become rows for the
+// next product.
 #pragma once
 #include "packed_exchange.cuh"
 
-// SHARED_RUN = 0: sums over the runs, in order. `visit(nt, i, tile, row, token, pair)` for what the thread finishes.
+// With SHARED_RUN = 0: calls visit(i, tile, row, token, pair) for each output of token tile nt that the thread finishes; `pair` is the
+// output's number among those of the block's tiles.
 template <class Visit>
 DEVICE void visit_pairs(int nt, int round, int num_tiles, int T, Visit visit) {
 #pragma unroll
@@ -12,10 +14,12 @@ DEVICE void visit_pairs(int nt, int round, int num_tiles, int T, Visit visit) {
   }
 }
 
+// With SHARED_RUN = 0: adds the sums of the eight warps of each tile in the order of their runs, and gives them to the epilogue. With
+// KEPT_ROUNDS > 1 sums are only kept until the last round, which finishes those of all rounds.
 template <class Epilogue>
 DEVICE void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round,
                          bool is_last, int num_tiles, int T) {
-  constexpr bool kKeeps = KEPT_ROUNDS > 1;   // sums of each round in their own place, until the last
+  constexpr bool kKeeps = KEPT_ROUNDS > 1;   // each round's sums have a place of their own
   const uint32_t to = at.shared + kPartialOffset + ((kKeeps ? round * kWarps : 0) + at.warp) * 512 + at.lane * 8;
 #pragma unroll
   for (int nt = 0; nt < NT; nt++) {
@@ -38,7 +42,7 @@ DEVICE void finish_block(const Sums& out, const Lane& at, Epilogue& epilogue, co
   }
 }
 
-// SHARED_RUN = 1 and RUNS = 1: a lane's own values.
+// With SHARED_RUN = 1 and RUNS = 1: gives a lane's own sums, which are those of whole rows, to the epilogue.
 template <class Epilogue>
 DEVICE void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int tile, int T) {
 #pragma unroll
@@ -58,27 +62,28 @@ DEVICE void finish_rows(const Sums& out, const Lane& at, Epilogue& epilogue, con
       }
 }
 
-// With FEEDS a gate_up product leaves its rows for the product after it as prepare_rows would write them, and as they are. A block
-// has the 16 tiles of 128 neighbouring columns, a slice of the product after it, which takes the same ROWS, SCALE_GROUP, ZEROS and
-// WARPGROUPS: so it sees whole scale groups, and writes whole lines.
-constexpr int kFeedPitch = kSliceColumns * 2 + 16;   // bytes between tokens in shared memory: rows in other banks
+// With FEEDS a gate_up product writes its rows as they are, and also as prepare_rows would write them for the product after it. A block
+// has the 16 tiles of 128 neighbouring columns, which are a slice of that product's x: so it sees whole scale groups, and writes whole
+// lines. That product has the same ROWS, SCALE_GROUP, ZEROS and WARPGROUPS.
+constexpr int kFeedPitch = kSliceColumns * 2 + 16;   // bytes between tokens in shared memory, which puts them into different banks
 static_assert(!FEEDS || (SHARED_RUN && RUNS == 1 && kBlockTiles * 8 == kSliceColumns), "FEEDS needs blocks of 16 whole tiles");
 static_assert(!FEEDS || kTokens * kFeedPitch <= SMEM_BYTES - kRingOffset, "SMEM_BYTES is too small");
 
+// The block's slice of the rows: first kept in shared memory tile by tile, then written in both forms.
 struct Feed {
   const Lane& at;
   scalar_t* out;             // (T, columns)
   unsigned char* prepared;
   int columns, T;
 
-  // Where a token's row is kept: in the place of weights that have been read.
+  // Returns where a token's values are kept: in the place of weights that have been read.
   DEVICE uint32_t row(int token) const { return at.shared + kRingOffset + token * kFeedPitch; }
-  // A value of the warp's own tile.
+  // Keeps the lane's value of the warp's own tile.
   DEVICE void keep(int token, scalar_t value) const {
     const unsigned short& bits = reinterpret_cast<const unsigned short&>(value);
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(row(token) + (at.warp * 8 + at.token) * 2), "h"(bits) : "memory");
   }
-  // Once all tiles of the slice are kept. A warp takes two tokens, of which a lane has one piece each.
+  // Writes the slice in both forms, once all its tiles are kept. A warp takes two tokens at a time; a lane has a piece of one of them.
   DEVICE void pass_on(int slice) const {
     for (int first = at.warp * 2; first < T; first += kWarps * 2) {
       const int token = first + at.lane / 16, of_slice = at.lane % 16, piece = slice * 16 + of_slice;
@@ -90,7 +95,7 @@ struct Feed {
   }
 };
 
-// All warps, at the end of the block's one round.
+// Finishes the block's one round with FEEDS. All warps call it.
 template <class Epilogue>
 DEVICE void feed_rows(const Sums& out, const Lane& at, const Epilogue& epilogue, const RowScale& scale, int T) {
   const Feed feed{at, epilogue.out, epilogue.prepared, epilogue.F, T};

@@ -26,15 +26,15 @@
 #include "packed_unpack.cuh"
 
 constexpr int kWarps = TILES * TILE_WARPS, kThreads = kWarps * 32;
-constexpr int kTokenTiles = TOKENS / 8 / TILE_WARPS;           // of a warp, 8 tokens each
+constexpr int kTokenTiles = TOKENS / 8 / TILE_WARPS;           // token tiles of a warp, 8 tokens each
 constexpr int kRowBytes = 128, kPanelBytes = TOKENS * kRowBytes;   // a panel has 64 columns of x
 constexpr int kXBytes = 2 * kPanelBytes, kStageBytes = kXBytes + TILES * kUnitBytes;
 constexpr int kAhead = STAGES - 1;                                 // stages on their way while one is read
-constexpr int kHalfSteps = 4;                                      // of 16 k in half a slice
+constexpr int kHalfSteps = 4;                                      // steps of 16 k in half a slice
 static_assert(kTokenTiles % 2 == 0 && TOKENS % 16 == 0, "a warp has pairs of token tiles");
 static_assert(STAGES >= 3, "STAGES");
 
-// Where chunk `chunk` (16 bytes) of a row of x lies in a stage: in a panel of 64 columns, eight rows at one chunk cover all banks.
+// Returns where chunk `chunk` (16 bytes) of a row of x lies in a stage, whose panels have 64 columns: one chunk of eight rows covers all banks.
 DEVICE int token_offset(int row, int chunk) {
   return chunk / 8 * kPanelBytes + row * kRowBytes + (chunk % 8 ^ row & 7) * 16;
 }
@@ -62,7 +62,7 @@ struct WeightCopy {
   }
 };
 
-// A thread's share of copying rows of x: the same chunk of every kStride-th row. Rows that do not exist are the last one again.
+// A thread's share of copying rows of x: the same chunk of every kStride-th row. In place of rows that do not exist it copies the last one.
 struct TokenCopy {
   static constexpr int kStride = kThreads / 16, kCopies = (TOKENS + kStride - 1) / kStride;
   const scalar_t* source[kCopies];
@@ -83,7 +83,7 @@ struct TokenCopy {
   }
 };
 
-// Adds one slice to a warp's sums: of its tile, whose unit lies at `unit`, and its rows of x in the stage.
+// Adds the products of one slice to a warp's sums: its tile's unit at `unit` times its rows of x, whose stage begins at `x`.
 DEVICE void add_slice(float (&sums)[kTokenTiles * 4], uint32_t unit, uint32_t x, uint32_t mask) {
   const int warp_token = threadIdx.x / 32 % TILE_WARPS * kTokenTiles * 8, lane = threadIdx.x % 32;
   // ldmatrix takes its row addresses from the lanes: tokens 0-7 at both chunks of 16 k, then tokens 8-15.
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   int stage = 0, free_stage = kAhead;
 #pragma unroll 1
   for (int slice = 0; slice < kSlices; slice++) {
-    // Every warp has read the free stage when it passes.
+    // Behind this barrier every warp has read the free stage.
     cp_async_wait<kAhead - 1>();
     __syncthreads();
     if (slice + kAhead < kSlices) weights.start(slice + kAhead, free_stage), tokens.start(slice + kAhead, free_stage);

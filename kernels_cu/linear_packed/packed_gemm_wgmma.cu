@@ -27,12 +27,12 @@
 constexpr int kThreads = TILES * 32 + 32;
 constexpr int kRowBytes = 128, kPanelBytes = TOKENS * kRowBytes;   // a panel has 64 columns of x
 constexpr int kXBytes = 2 * kPanelBytes;
-constexpr int kHalfSteps = 4;                                      // of 16 k in half a slice
+constexpr int kHalfSteps = 4;                                      // steps of 16 k in half a slice
 static_assert(TOKENS == 16 || TOKENS == 64, "TOKENS");
 static_assert(TILES % 4 == 0, "four warps multiply together");
 static_assert(STAGES >= 3, "STAGES");
 
-// The place of a slice in turn, and whether the barriers have gone round an odd number of times.
+// The stage of a slice, which slices take in turn, and the parity of how often the stages have been gone through before.
 struct Turn {
   int stage = 0, parity = 0;
 
@@ -41,7 +41,8 @@ struct Turn {
   }
 };
 
-// Where slices of x and codes lie in shared memory. A slice of x has two barriers: it is full, and it is read.
+// Addresses in shared memory: of slices of x, of each warp's units of codes, and of the two barriers of a stage of x, `full` when it has come
+// and `read` when all warps have read it.
 struct Stages {
   uint32_t shared;
 
@@ -55,7 +56,7 @@ struct Stages {
   }
 };
 
-// All copies of x, by one thread.
+// Copies all of the block's x, slice by slice. One thread calls it.
 DEVICE void copy_x(const Stages& stages, const TensorMap& x) {
   Turn turn;
 #pragma unroll 1
@@ -80,6 +81,7 @@ struct CodeCopy {
     const int lane = threadIdx.x % 32;
     source = packed + tile * kTileBytes + lane * 16, target = unit + lane * 16;
   }
+  // Starts the copy of a slice, nothing past the last one, and commits it. Slices come in order.
   DEVICE void start(int slice, int stage) {
 #pragma unroll
     for (int i = 0; i < kChunks; i += 32)
@@ -90,7 +92,7 @@ struct CodeCopy {
   }
 };
 
-// The sums of one tile, the warp's, over all of K.
+// Computes the sums of the warp's tile over all of K.
 DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCopy& copy, uint32_t mask) {
   const int warp = threadIdx.x / 32;
   uint32_t a[2][kHalfSteps][4];
@@ -106,11 +108,11 @@ DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCo
     next.load(stages.unit(warp, stage), 1);
     mbarrier_wait(stages.full(stage), turn.parity);
     turn.next();
-    const uint32_t x = __shfl_sync(0xFFFFFFFFu, stages.x(stage), 0);   // the compiler sees that all lanes have the same
+    const uint32_t x = __shfl_sync(0xFFFFFFFFu, stages.x(stage), 0);   // so the compiler sees that all lanes have the same
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (half == 1) {
-        // All lanes have read the codes of this slice: those of the next one have come, and others may take their place.
+        // Behind this all lanes have read the codes of this slice, whose place is free for others, and those of the next slice have come.
         cp_async_wait<STAGES - 2>();
         __syncwarp();
         next.load(stages.unit(warp, turn.stage), 0);   // not used after the last slice
@@ -126,7 +128,7 @@ DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCo
       wgmma_commit();
       next.order();
       codes = next;
-      wgmma_wait<1>();   // of the half slice before this one: its registers are free, after half 0 also its stage
+      wgmma_wait<1>();   // for the half slice before this one: its registers are free, after half 0 also its stage
       settle(a[1 - half]);
       if (half == 0 && slice > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(read_before);
     }
@@ -136,14 +138,14 @@ DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCo
   settle(sums);
 }
 
-// Two products in 16 bits as they are stored at `place`: beta times what is there is added and rounded again.
+// Returns two 16-bit products as they are stored at `place`: with beta times the values there added, and rounded again.
 DEVICE uint32_t added(uint32_t product, float beta, const uint32_t* place) {
   if (beta == 0.f) return product;
   const float2 value = unpack2(product), old = unpack2(*place);
   return pack2(fmaf(beta, old.x, value.x), fmaf(beta, old.y, value.y));
 }
 
-// Scales, adds and stores a warp's sums of one tile: the lanes of a quad trade rows for tokens, to have neighbours of y.
+// Scales, adds and stores a warp's sums of one tile, transposed between the lanes of the warp, so that each has neighbours in a row of y.
 DEVICE void store(scalar_t* y, const float (&sums)[TOKENS / 2], int tile, int m, int n, int stride, float alpha, float beta) {
   const int lane = threadIdx.x % 32, token = blockIdx.y * TOKENS + lane / 4;
 #pragma unroll

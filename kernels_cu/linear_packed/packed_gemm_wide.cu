@@ -1,4 +1,4 @@
-// Dense product of many rows with a weight of 4 bits, unpacked in registers: a prefill chunk where no wgmma is.
+// Dense product of many rows with a weight of 4 bits, unpacked in registers: for prefill chunks on devices without wgmma.
 //
 //   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]); y is not read if beta is 0;
 //             w[n, k] = round(scale[n, k / G] * (u[n, k] - zero[n, k / G])). With GATED y[m, f] = round(activation(round(alpha *
@@ -8,8 +8,8 @@
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 4. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that share
 //             a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales. TILES: packed tiles of a block: 4, 8 or 16.
-//             STAGES: halves of a slice of x and w in shared memory, at least 3. GATED: 1, of gate_up only: what is stored is
-//             what rows/activation.cu would make of both halves, bit for bit; without it both halves. FATRELU: with GATED, as there
+//             STAGES: halves of a slice of x and w in shared memory, at least 3. GATED: 1, of gate_up only: stores what
+//             rows/activation.cu would make of both halves, bit for bit; without it stores both halves. FATRELU: with GATED, as there
 //   launch    grid ceil(M / 128) * ceil(N / 16 / TILES), block 16 * TILES, shared
 //             STAGES * (16384 + TILES * (512 + bytes of the scales of 64 columns))
 //   numerics  as linear/gemm.cu after `dequantize` of repack.cu, bit for bit: a weight is rounded once, sums are fp32 in
@@ -40,7 +40,8 @@ using RowCopy = TileCopy<kTileM, kXChunks, kThreads, kXStageBytes>;
 static_assert(TILES == 4 || TILES == 8 || TILES == 16, "TILES");
 static_assert(STAGES >= 3, "STAGES");
 
-// A warp's share of copying half slices of its tiles: the codes of each by all lanes, then the scales of both, by some lanes again.
+// A warp's share of copying half slices of its tiles: all lanes copy the codes of each tile, then the scales of both tiles. These have fewer
+// pieces than there are lanes, so that several lanes copy the same piece.
 struct WeightCopy {
   static constexpr int kParts = kWarpTiles + 1;
   static constexpr int kScaleLanes = HalfSlice::kGroups * kScaleBytes / 16, kPadding = kRunBytes - kRunSlices * kUnitBytes;
@@ -57,6 +58,7 @@ struct WeightCopy {
     target = shared + lane * 16;
     scale_target = shared + scale_tile * kHalfBytes + kHalfCodeBytes + place;
   }
+  // Starts a part of the copy of half slice `index` of K: the codes of a tile, or (the last part) the scales of both tiles.
   DEVICE void start_one(int part, int index, int stage) const {
     const int slice = index / 2, half = index % 2, unit = slice * kUnitBytes + slice / kRunSlices * kPadding;
     const uint32_t place = stage * kWStageBytes;
@@ -65,13 +67,14 @@ struct WeightCopy {
   }
 };
 
-// A thread's copies for a stage, and the fragments of x behind each of which come some of them: all are asked for before the barrier.
+// A thread's copies for a stage, and the number of fragments of x behind which they are started, some behind each: all of them before the
+// barrier.
 constexpr int kCopies = RowCopy::kCopies + WeightCopy::kParts, kCopyTurns = kStageFragments - kAhead - 1;
 
-// The weights of a warp's tiles on their way to operand B: the half slice in codes, and two steps of 16 k unpacked.
+// The weights of a warp's tiles in registers: a half slice in codes, and two steps of 16 k unpacked to operand B.
 struct Weights {
   HalfSlice codes[kWarpTiles];
-  uint32_t w[2][kWarpTiles][4];   // of a tile pairs of k: lo, hi, then lo and hi eight k further
+  uint32_t w[2][kWarpTiles][4];   // pairs of k of each tile: lo, hi, then lo and hi eight k further
   uint32_t mask;
 
   DEVICE void load(uint32_t shared) {
@@ -83,7 +86,7 @@ struct Weights {
 #pragma unroll
     for (int t = 0; t < kWarpTiles; t++) codes[t].unpack(w[step % 2][t], step, mask);
   }
-  // One fragment of x times all columns of the warp, back and forth: the fragment used last is used first again.
+  // Adds one fragment of x times all columns of the warp. Columns go back and forth: the fragment used last is used first again.
   DEVICE void multiply(float (&sums)[kFragmentsN][4], const uint32_t (&x)[4], int step, bool is_back) const {
 #pragma unroll
     for (int j = 0; j < kFragmentsN; j++) {
@@ -95,7 +98,7 @@ struct Weights {
 };
 
 #ifdef GATED
-// The warp's two tiles are 16 neighbouring columns of y, of which each lane of a quad takes four.
+// Stores activation(gate) * up of a warp's sums. The warp's two tiles are 16 neighbouring columns of y, of which each lane of a quad takes four.
 DEVICE void store_gated(scalar_t* y, const float (&sums)[kFragmentsM][kFragmentsN][4], int first_row, int first_tile, int num_tiles,
                         int m, int stride, float alpha) {
   const int lane = threadIdx.x % 32, quarter = lane % 4, source = (lane & 28) + quarter % 2 * 2, tile = first_tile + quarter / 2;
@@ -164,14 +167,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
     for (int index = 0; index < kStageFragments; index++) {
       const int step = index / kFragmentsM, i = index % kFragmentsM;
       if (index + kAhead == kStageFragments) {
-        // Every warp has read all of this stage when it passes: the next round may overwrite it. What is read after the last
-        // stage is not used.
+        // Behind this barrier every warp has read all of this stage: the next round may overwrite it. Values that are read after the last
+        // stage are not used.
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         weights.load(w_warp + stage * kWStageBytes);
       }
-      // Spread over the stage, or the tensor cores would wait for them. Past the end the last half is copied, for nobody.
+      // Copies are spread over the stage, or the tensor cores would wait for them. Past the end the last half slice is copied, and not used.
 #pragma unroll
       for (int part = index; part < kCopies; part += kCopyTurns)
         if (index < kCopyTurns) start_copy(part, min(t + STAGES - 1, kHalves - 1), free_stage);

@@ -6,16 +6,17 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// A code u enters as the signed byte (u - kMiddle) kCodeFactor: its highest bits are those of u, of which the first is turned.
+// A code u enters as the signed byte (u - kMiddle) * kCodeFactor: the byte's highest bits are those of u, with the first one flipped (kSigns).
 constexpr int kMiddle = 1 << WEIGHT_BITS - 1;
 constexpr uint32_t kSigns = 0x80808080u;
 
-// What the sums of a scale group are scaled by, in both halves of a tile.
+// The factors of a scale group's sums, for the lane's rows of both halves of a tile.
 struct Scales {
   float2 scale;       // lo, hi
-  float2 by_sum;      // with ZEROS: what the sum of q is multiplied by: (middle code - zero) kCodeFactor, or scale (middle) - minimum
+  float2 by_sum;      // with ZEROS the factor of the sum of q: kCodeFactor * (kMiddle - zero), or kCodeFactor * (scale * kMiddle - minimum)
 
   Scales() = default;
+  // Reads those of a scale group of the unit at `unit` in shared memory.
   DEVICE Scales(uint32_t unit, int group, const Lane& at) {
     const uint32_t scales = unit + kCodeBytes + group * kScaleBytes;
     if (!ZEROS) {
@@ -26,13 +27,13 @@ struct Scales {
     const float2 lo = unpack2(pairs.x), hi = unpack2(pairs.y);
     scale = make_float2(lo.x, hi.x), by_sum = make_float2(beside(lo), beside(hi));
   }
-  // Of a scale and its zero point, or its minimum.
+  // Returns `by_sum` of one row from its scale and its zero point or minimum.
   DEVICE static float beside(float2 pair) {
     return kCodeFactor * (ZEROS == 1 ? kMiddle - pair.y : fmaf(pair.x, kMiddle, -pair.y));
   }
 };
 
-// out += the sum of a group for a token with this quantum and sum of q.
+// Adds to `out` the sum of a scale group, scaled, for a token with this quantum and sum of q.
 DEVICE void add_scaled(float& out, float sum, float scale, float by_sum, float quantum, float sum_of_q) {
   const float by = scale * quantum;
   if (ZEROS == 0) out = fmaf(by, sum, out);
@@ -40,10 +41,11 @@ DEVICE void add_scaled(float& out, float sum, float scale, float by_sum, float q
   if (ZEROS == 2) out = fmaf(by_sum * quantum, sum_of_q, fmaf(by, sum, out));
 }
 
-// The products with high and low bytes of x, added.
+// Returns the sum over q from the sums over its high and its low bytes.
 DEVICE float joined(int high, int low) { return static_cast<float>(high * 256 + low); }
 
-// out += the sums of scale group `group` of a slice for COUNT token tiles from `from` on; sum(tile, c) is that of accumulator c.
+// Adds to `out` the sums of scale group `group` of a slice, scaled, for the COUNT token tiles from `from` on. sum(i, c) returns sum c of
+// token tile from + i.
 template <int COUNT, class SumOf>
 DEVICE void add_group(Sums& out, int from, uint32_t unit, uint32_t x, int group, const Lane& at, SumOf sum) {
   const Scales by(unit, group, at);
@@ -60,7 +62,7 @@ DEVICE void add_group(Sums& out, int from, uint32_t unit, uint32_t x, int group,
   }
 }
 
-// What a group's sums of the one row's products with a tile are scaled by.
+// With one row: the factors of a scale group's sums, for a tile and the row.
 struct RowGroup {
   Scales by;
   float quantum, sum_of_q = 0.0f;   // of x
@@ -68,15 +70,15 @@ struct RowGroup {
   DEVICE RowGroup(uint32_t weights, uint32_t x, int group, const Lane& at) : by(weights, group, at), quantum(load_shared_float(x + kXQuantumOffset)) {
     if (ZEROS) sum_of_q = load_shared_float(x + kXSumOffset + group * kTokens * 4);
   }
-  // acc: sums of lo with high and low bytes of x, then those of hi.
+  // Adds the group's sums to `out`, scaled. acc: sums of lo with high and with low bytes of x, then those of hi.
   DEVICE void add(Sums& out, const int (&acc)[4]) const {
     add_scaled(out[0][0], joined(acc[0], acc[1]), by.scale.x, by.by_sum.x, quantum, sum_of_q);
     add_scaled(out[0][2], joined(acc[2], acc[3]), by.scale.y, by.by_sum.y, quantum, sum_of_q);
   }
 };
 
-// The blocks of 32 k that scale group `group` lies in. Of a group of 16 half of the lanes hold the block's 8 k each, and those
-// of the others stay out.
+// kGroupBlocks: blocks of 32 k in a scale group; first_block returns the first one. A group of 16 is half a block: half of the lanes hold 8 k
+// of it each, and group_mask leaves the codes of the other lanes out.
 constexpr int kGroupBlocks = SCALE_GROUP < 32 ? 1 : SCALE_GROUP / 32;
 #if ROWS == 64 || (ROWS == 32 && SCALE_GROUP < 32)
 #define UNROLLED_GROUPS _Pragma("unroll 1")   // more side by side would take too many registers
@@ -87,13 +89,13 @@ constexpr int kGroupBlocks = SCALE_GROUP < 32 ? 1 : SCALE_GROUP / 32;
 #endif
 DEVICE constexpr int first_block(int group) { return group * SCALE_GROUP / 32; }
 DEVICE uint32_t group_mask(int group, const Lane& at) {
-  const uint32_t first = at.quarter < 2 ? ~0u : 0u;   // a register for all groups
+  const uint32_t first = at.quarter < 2 ? ~0u : 0u;   // one register serves all groups
   return SCALE_GROUP >= 32 ? ~0u : group % 2 ? ~first : first;
 }
 
-// Operand A of 32 k: codes of lo and hi, four k each, then four k further, of the lanes in `mask`. words: the lane's of the block; bits:
-// kCodeBits.
-constexpr int kBlockWords = WEIGHT_BITS / 2, kLoadBlocks = 8 / WEIGHT_BITS;   // of 32 k; blocks in 16 bytes of a lane
+constexpr int kBlockWords = WEIGHT_BITS / 2, kLoadBlocks = 8 / WEIGHT_BITS;   // a lane's words of a block of 32 k; blocks in its 16 bytes
+// Makes operand A of a block of 32 k: codes of lo and hi, four k each, then those of the next four k; zeros in lanes whose `mask` is 0.
+// words: the lane's words of the block; bits: kCodeBits.
 DEVICE void enter_codes(uint32_t (&a)[4], const uint32_t* words, uint32_t bits, uint32_t mask) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -101,7 +103,7 @@ DEVICE void enter_codes(uint32_t (&a)[4], const uint32_t* words, uint32_t bits, 
     a[i] = codes & (WEIGHT_BITS == 8 ? mask : bits & mask) ^ (kSigns & mask);
   }
 }
-// The lane's words of a block.
+// Loads the lane's words of a block.
 DEVICE void load_block(uint32_t* words, uint32_t unit, int block, const Lane& at) {
   const uint32_t from = unit + block / kLoadBlocks * 512 + at.lane * 16 + block % kLoadBlocks * (kBlockWords * 4);
   uint4 loaded = {};
@@ -112,12 +114,12 @@ DEVICE void load_block(uint32_t* words, uint32_t unit, int block, const Lane& at
   for (int i = 0; i < kBlockWords; i++) words[i] = (&loaded.x)[i];
 }
 
-// The lane's codes on their way to operand A: 16 bytes at a time if a scale group has so many, else block by block.
+// The lane's codes of a scale group, from shared memory to operand A: 16 bytes at a time if the group has so many, else block by block.
 struct HeldCodes {
   static constexpr bool kIsWhole = kGroupBlocks >= kLoadBlocks;
   uint32_t words[kIsWhole ? 4 : kBlockWords];
 
-  // Of a block of the group, in order.
+  // Loads a block of the group, where it is not loaded yet. Blocks come in order.
   DEVICE void load(uint32_t unit, int block, const Lane& at) {
     if (!kIsWhole) {
       load_block(words, unit, block, at);
@@ -129,19 +131,22 @@ struct HeldCodes {
   DEVICE const uint32_t* of(int block) const { return words + (kIsWhole ? block % kLoadBlocks * kBlockWords : 0); }
 };
 
-// 32 k of x at `shared`: [half][part][high, low][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells the compiler that all lanes
-// have the same address: it then keeps this and the descriptors after it in uniform registers, and adds nothing lane by lane.
+// Returns the descriptor of 32 k of x at `shared`: [half][part][high, low][token tile][8 tokens] 16 bytes. With IN_UNIFORM a shuffle tells
+// the compiler that all lanes have the same address: it then keeps this descriptor and those made from it in uniform registers, and adds
+// nothing lane by lane.
 template <int NT, bool IN_UNIFORM>
 DEVICE uint64_t tokens_descriptor(uint32_t shared) {
   if (IN_UNIFORM) shared = __shfl_sync(0xFFFFFFFFu, shared, 0);
   return static_cast<uint64_t>(128 >> 4) << 32 | static_cast<uint64_t>(NT * 256 >> 4) << 16 | (shared & 0x3FFFF) >> 4;
 }
 
-// As multiply_slices, by four warps together (sm_90a): weights in registers, x in shared memory as eight columns x 16 k. The sums are
-// the same, bit for bit; four times as many come out in the same time. All four warps of a warpgroup, whether they have a tile or not.
+// Does the same as multiply_slices with four warps together (sm_90a): weights in registers, x in shared memory as eight columns x 16 k. The
+// sums are the same, bit for bit; four times as many come out in the same time. All four warps of a warpgroup call it, whether they have
+// a tile or not.
 template <int S>
 DEVICE void multiply_together(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
-  // 64 tokens come in two parts, for whose sums there are registers; where these are few, codes enter anew for each, some at a time.
+  // 64 tokens are multiplied in two parts, because there are registers for the sums of one. Where registers are few, operand A is made
+  // anew for each part, kHeld blocks at a time.
   constexpr int kParts = NT / kPartTiles;
   constexpr bool kKeeps = NT < 8 || (kThreads <= 512 && WEIGHT_BITS < 8);
   constexpr int kHeld = kKeeps || kGroupBlocks < 2 ? kGroupBlocks : WEIGHT_BITS == 8 ? 1 : 2;   // blocks
@@ -162,7 +167,7 @@ UNROLLED_GROUPS
       if (kKeeps) enter(s, 0);
 #pragma unroll
     for (int part = 0; part < kParts; part++) {
-      int acc[S][kPartTiles * 8];   // of high bytes, then of low ones
+      int acc[S][kPartTiles * 8];   // sums with high bytes of x, then with low ones
 #pragma unroll
       for (int s = 0; s < S; s++) {
         const uint64_t tokens = tokens_descriptor<NT, NT < 8 || kThreads <= 512>(x + s * kXSliceBytes) + descriptor_step(part * kPartTiles * 256);
@@ -191,16 +196,17 @@ UNROLLED_GROUPS
   }
 }
 
-// out += S slices: units from `unit` on, x from `x` on. Each is a sum of its own, added in order; S > 1 needs one scale group a slice.
+// Adds to `out` the products of S slices: the units from `unit` on times x from `x` on. Each slice is a sum of its own, added in order;
+// S > 1 needs one scale group a slice.
 template <int S>
 DEVICE void multiply_slices(Sums& out, uint32_t unit, uint32_t x, const Lane& at) {
-  // Token tiles whose sums over a scale group are in registers together.
+  // kPart: token tiles whose sums over a scale group are in registers together.
   constexpr int kPart = NT < 4 ? NT : kThreads < 512 ? 4 : NT == 4 && kThreads == 512 ? 2 : 1;
 UNROLLED_GROUPS
   for (int group = 0; group < kUnitScales; group++) {
 #pragma unroll
     for (int from = 0; from < NT; from += kPart) {
-      int acc[S][kPart][2][4] = {};   // of high and low bytes
+      int acc[S][kPart][2][4] = {};   // sums with high and with low bytes of x
       HeldCodes codes[S];
 #pragma unroll
       for (int j = first_block(group); j < first_block(group) + kGroupBlocks; j++) {
@@ -231,18 +237,18 @@ UNROLLED_GROUPS
   }
 }
 
-// One row: the products of S slices with x, which is their operand B: columns 2 s and 2 s + 1 are high and low bytes of slice s, so
-// that one load of x serves all S, and lanes whose quarter is s have its sums. What they have of other slices means nothing.
+// With one row: how S slices share operand B. Its columns 2 s and 2 s + 1 are the high and low bytes of x in slice s, so that one load of x
+// serves the products of all S slices. Lanes whose quarter is s get the sums of slice s; what they get of other slices means nothing.
 template <int S>
 struct RowSlices {
   static_assert(S == 1 || S == 2 || S == 4, "S slices fill eight columns evenly");
   const Lane& at;
   DEVICE int own() const { return at.quarter % S; }
-  // Of 32 k, from the first slice's place on.
+  // Loads the lane's part of operand B for block `block` of 32 k. x: the place of the first slice.
   DEVICE uint2 load(uint32_t x, int block) const {
     return load_shared_words(x + at.token / 2 % S * kXSliceBytes + at.token % 2 * 8 + at.quarter * 16 + block * kXBlockBytes);
   }
-  // Slice s has been added by the lanes that have its sums: now all lanes of a row have them.
+  // Copies `out` from the lanes that have the sums of slice s, and have added them, to all lanes of the same row.
   DEVICE void share(Sums& out, int s) const {
     if constexpr (S > 1) {
 #pragma unroll
@@ -251,10 +257,11 @@ struct RowSlices {
   }
 };
 
-// One row: out[i] += S slices of the tile whose first unit is units[i], tiles side by side, as multiply_slices adds them.
+// With one row: adds to out[i] the products of S slices of a tile, whose first unit lies at units[i], in the order of multiply_slices. The
+// TILES tiles go side by side.
 template <int S, int TILES>
 DEVICE void multiply_row(Sums* out, const uint32_t (&units)[TILES], uint32_t x, const Lane& at) {
-  constexpr int kKept = S > 1 ? kUnitScales : 1;   // groups whose sums are kept: those of a slice come before those of the next
+  constexpr int kKept = S > 1 ? kUnitScales : 1;   // groups whose sums are kept, to add all groups of a slice before those of the next
   const RowSlices<S> slices{at};
   int acc[TILES][S][kKept][4];
   RowGroup by[TILES][kKept];
@@ -298,6 +305,7 @@ UNROLLED_GROUPS
   }
 }
 
+// Adds to `out` the products of S slices, in the way that the constants choose. has_tile: whether the warp has a tile in this round.
 template <int S>
 DEVICE void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool has_tile) {
   if constexpr (WGMMA_PRODUCTS) {
@@ -309,7 +317,7 @@ DEVICE void multiply(Sums& out, uint32_t unit, uint32_t x, const Lane& at, bool 
   }
 }
 
-// Sums in units of the codes.
+// Divides sums by the factor by which codes have grown.
 DEVICE void finish_sums(Sums& out) {
 #pragma unroll
   for (int i = 0; i < NT; i++)
@@ -317,7 +325,8 @@ DEVICE void finish_sums(Sums& out) {
     for (int c = 0; c < 4; c++) out[i][c] *= 1.0f / kCodeFactor;
 }
 
-// One row, a run of one slice: the warp's products of all rounds side by side, since those of a slice are a chain.
+// With one row and runs of one slice: computes the warp's sums of all rounds side by side, because the products of one slice depend on each
+// other.
 template <int ROUNDS>
 DEVICE void accumulate_rounds(Sums (&out)[ROUNDS], const WeightStream& weights, const Activations& x, const Lane& at) {
   static_assert(ROUNDS <= kSlots && kRunSlices == 1, "a ring holds a slice of each round");

@@ -1,4 +1,4 @@
-// Rows of x on their way to products with packed weights: normalised, as integers, in the order in which lanes read them.
+// Rows of x in the form in which products with packed weights read them: times a norm's weights, as integers, in the order of the lanes.
 #pragma once
 #include "copy.cuh"
 
@@ -13,23 +13,24 @@ constexpr int kTokens = ROWS == 1 ? 1 : 8 * NT;
 #endif
 // Rows enter the products as integers: in each slice of 128 k a value is q * quantum, where quantum is the power of two with which the
 // largest q of the token is 2^13 to 2^14, and q = 256 high + low, two signed bytes.
-// [32 k][token tile][lane] 16 bytes: of token g, high then low of k = 8 t .. + 7; or with one row [32 k][lane % 4]. With WGMMA_PRODUCTS
-// [32 k][half][part][high, low][token tile][token][t] words: k = 8 t + 4 half .. + 3. Of four k the bytes are k, k + 2, k + 1, k + 3.
-constexpr int kPartTiles = NT < 4 ? NT : 4;                    // token tiles of a part: 64 rows are two
-constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // 32 k
-// A slice of 128 k: four of those, then with ZEROS [128 / SCALE_GROUP][token] float, q summed over a scale group, then [token] float,
-// quanta.
+// They lie as [32 k][token tile][lane] 16 bytes, where lane (g, t) has of token g the high and then the low bytes of k = 8 t .. + 7; with
+// one row as [32 k][t] 16 bytes. With WGMMA_PRODUCTS they lie as [32 k][half][part][high, low][token tile][token][t] words, where a word
+// has k = 8 t + 4 half .. + 3. The bytes of four k are always in the order k, k + 2, k + 1, k + 3.
+constexpr int kPartTiles = NT < 4 ? NT : 4;                    // token tiles of a part: 64 rows have two parts
+constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // of 32 k
+// A slice of 128 k has four blocks of 32 k, then with ZEROS the sums of q over scale groups, [128 / SCALE_GROUP][token] float, then the
+// quanta, [token] float.
 constexpr int kXSumOffset = 4 * kXBlockBytes;
 constexpr int kXQuantumOffset = kXSumOffset + (ZEROS ? 128 / SCALE_GROUP * kTokens * 4 : 0);
-// Of one row so many bytes are behind a slice that sixteen lanes read two slices from different banks.
+// One row has 64 bytes behind the blocks of a slice, so that sixteen lanes that read two slices find them in different banks.
 constexpr int kXSliceBytes = ROWS == 1 ? kXSumOffset + 64 : kXQuantumOffset + kTokens * 4;
-constexpr int kGroupLanes = SCALE_GROUP / 8;                   // that hold a scale group together
-constexpr int kSlicePieces = 16;                               // neighbouring lanes hold a slice
+constexpr int kGroupLanes = SCALE_GROUP / 8;                   // neighbouring lanes that hold a scale group, a piece each
+constexpr int kSlicePieces = 16;                               // pieces of a slice, which neighbouring lanes hold
 
 #ifdef CPMRT_BF16
-constexpr float kNormScale = 1.0f;                             // of rows times the weights of a norm
+constexpr float kNormScale = 1.0f;                             // a factor of rows times the weights of a norm
 #else
-constexpr float kNormScale = 0.0625f;                          // large ones stay finite
+constexpr float kNormScale = 0.0625f;                          // with it large products stay finite
 #endif
 
 #ifdef ROW_PITCH
@@ -37,12 +38,12 @@ constexpr int kRowPitch = ROW_PITCH;                           // elements betwe
 #else
 constexpr int kRowPitch = IN_FEATURES;
 #endif
-constexpr int kPieces = IN_FEATURES / 8;                       // of 16 bytes in a row of x
-constexpr int kRowWarps = 8, kRowThreads = kRowWarps * 32;     // that take a row together
+constexpr int kPieces = IN_FEATURES / 8;                       // pieces of 16 bytes in a row of x
+constexpr int kRowWarps = 8, kRowThreads = kRowWarps * 32;     // warps and threads that take a row together
 constexpr int kEighthPieces = (IN_FEATURES / 128 + kRowWarps - 1) / kRowWarps * 16;
 constexpr int kThreadPieces = (kEighthPieces + 31) / 32;
 
-// Where piece k / 8 of a token begins; with WGMMA_PRODUCTS its four words are apart (word_offset).
+// Returns the byte at which piece k / 8 of a token begins; with WGMMA_PRODUCTS its four words are apart (word_offset).
 DEVICE int x_offset(int piece, int token) {
   const int block = (piece >> 4) * kXSliceBytes + (piece >> 2 & 3) * kXBlockBytes;
   if (WGMMA_PRODUCTS)
@@ -50,7 +51,7 @@ DEVICE int x_offset(int piece, int token) {
   return block + (ROWS == 1 ? 0 : (token >> 3) * 512 + (token & 7) * 64) + (piece & 3) * 16;
 }
 
-// round(v * w), times kNormScale: what enters the product of a normalised row. Its 1 / rms comes after the product.
+// Returns round(v * w), times kNormScale: the values that enter the product of a normalised row. Its 1 / rms comes after the product.
 DEVICE uint4 weighted(uint4 v, uint4 w) {
 #ifdef CPMRT_BF16
   scalar2_t* values = reinterpret_cast<scalar2_t*>(&v);
@@ -69,6 +70,7 @@ DEVICE uint4 weighted(uint4 v, uint4 w) {
   return v;
 }
 
+// Returns `sum` plus the squares of eight values, added in order.
 DEVICE float square_sum(uint4 v, float sum) {
   const uint32_t* values = &v.x;
 #pragma unroll
@@ -79,7 +81,7 @@ DEVICE float square_sum(uint4 v, float sum) {
   return sum;
 }
 
-// Written by the kernel before this one: not through the read-only path.
+// Loads a float that the kernel before this one wrote: not through the read-only path.
 DEVICE float load_written_float(const void* source) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(source) : "memory");
@@ -91,16 +93,16 @@ DEVICE void stay_behind(uint4& v) {
   asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
 }
 
-// One row of x in eight warps, each with an eighth of its slices: lane i has the pieces i, i + 32, ... of them. Square sums are added in
-// the order of a lane's pieces, over the lanes by halves, then over the eighths: for every T, in prepare_rows and in clusters too.
+// One row of x in eight warps, each with an eighth of its slices: lane i has the pieces i, i + 32, ... of the eighth. Squares are summed
+// in the order of a lane's pieces, over the lanes by halves, then over the eighths: for every T, in prepare_rows and in clusters too.
 struct RowPieces {
   uint4 norm[kThreadPieces];
-  // Asks for the norm's weights before pdl_wait: they come from memory, x comes from the L2.
+  // Prefetches the norm's weights to the L2 before pdl_wait: they come from memory, while x comes from the L2.
   DEVICE static void prefetch_norm(const scalar_t* weights) {
     const int line = threadIdx.x * 64;
     if (line < IN_FEATURES) asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + line));
   }
-  // kPieces or more: the thread has none.
+  // Returns which 16-byte piece of the row is the thread's i-th; kPieces or more if it has no such piece.
   DEVICE static int piece(int i) {
     const int of_eighth = threadIdx.x % 32 + i * 32;
     return of_eighth < kEighthPieces ? threadIdx.x / 32 % kRowWarps * kEighthPieces + of_eighth : kPieces;
@@ -110,12 +112,14 @@ struct RowPieces {
     for (int i = 0; i < kThreadPieces; i++)
       if (piece(i) < kPieces) norm[i] = load16(weights + piece(i) * 8);
   }
+  // Returns the sum over the lanes of the warp, in each of them.
   DEVICE static float warp_square_sum(float sum) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, distance);
     return sum;
   }
-  // What a row's sums are multiplied by, from the square sums of the warps at `squares`: 1 / rms, and what kNormScale leaves.
+  // Returns what a row's sums are multiplied by, from the warps' sums of squares at `squares` in shared memory: 1 / rms, divided by
+  // kNormScale.
   DEVICE static float scale(uint32_t squares, float eps) {
     float total = 0.0f;
 #pragma unroll
@@ -124,40 +128,40 @@ struct RowPieces {
   }
 };
 
-// Behind the slices of rows that prepare_rows has multiplied by the weights of a norm: what their sums are multiplied by, [token] float.
+// The byte behind the slices at which prepare_rows leaves RowPieces::scale of rows that it has multiplied by a norm's weights, [token] float.
 constexpr int kRowScaleOffset = IN_FEATURES / 128 * kXSliceBytes;
 
-// Where the sum over the scale group of piece k / 8 lies.
+// Returns at which byte the sum of q over the scale group of piece k / 8 lies.
 DEVICE int sum_offset(int piece, int token) {
   return (piece >> 4) * kXSliceBytes + kXSumOffset + ((piece & 15) / kGroupLanes * kTokens + token) * 4;
 }
 
-// Where the quantum of the slice of piece k / 8 lies.
+// Returns at which byte the quantum of the slice of piece k / 8 lies.
 DEVICE int quantum_offset(int piece, int token) { return (piece >> 4) * kXSliceBytes + kXQuantumOffset + token * 4; }
 
-// The larger ones of two pairs; NaN where there is one.
+// Returns the larger values of two pairs; NaN where one of the two is NaN.
 DEVICE uint32_t larger2(uint32_t a, uint32_t b) {
   const scalar2_t result = __hmax2_nan(reinterpret_cast<const scalar2_t&>(a), reinterpret_cast<const scalar2_t&>(b));
   return reinterpret_cast<const uint32_t&>(result);
 }
 
-// The largest magnitudes of a piece, those of even and of odd places.
+// Returns the largest magnitudes of a piece: of its even elements in the lower half, of its odd ones in the upper half.
 DEVICE uint32_t largest_of(uint4 v) {
   constexpr uint32_t kMagnitudes = 0x7FFF7FFFu;
   return larger2(larger2(v.x & kMagnitudes, v.y & kMagnitudes), larger2(v.z & kMagnitudes, v.w & kMagnitudes));
 }
 
-// The quantum of a slice with this largest magnitude; NaN if that is not finite, and so are then the products.
+// Returns the quantum of a slice with this largest magnitude; NaN if that is not finite, which makes the slice's products NaN.
 DEVICE float quantum_for(float largest) {
   constexpr uint32_t kLeastExponent = 40, kNotFinite = 255;   // no quantum is below 2^-100
   const uint32_t exponent = __float_as_uint(largest) >> 23;
   return __uint_as_float(exponent == kNotFinite ? 0x7FC00000u : max(exponent, kLeastExponent) - 13 << 23);
 }
 
-// The quanta of the slices of COUNT pieces a lane. All lanes of a warp.
+// Finds the quanta of the slices that a lane's COUNT pieces are in. All lanes of a warp call it; 16 neighbours have the pieces of a slice.
 template <int COUNT>
 DEVICE void find_quanta(float (&quanta)[COUNT], const uint4 (&v)[COUNT]) {
-  uint32_t largest[(COUNT + 1) / 2];   // of two slices each
+  uint32_t largest[(COUNT + 1) / 2];   // those of two slices in a word
 #pragma unroll
   for (int i = 0; i < COUNT; i += 2) {
     const uint32_t first = largest_of(v[i]), second = largest_of(v[i + 1 < COUNT ? i + 1 : i]);
@@ -174,13 +178,13 @@ DEVICE void find_quanta(float (&quanta)[COUNT], const uint4 (&v)[COUNT]) {
   }
 }
 
-// A piece as q: high of its first four elements, high of the others, low of both.
+// Returns a piece as integers q: the high bytes of its first four elements, those of the others, then the low bytes of both.
 DEVICE uint4 in_quanta(uint4 v, float quantum) {
-  const float inverse = __uint_as_float(0x7F000000u - __float_as_uint(quantum));   // of a power of two
+  const float inverse = __uint_as_float(0x7F000000u - __float_as_uint(quantum));   // exact: the quantum is a power of two
   uint32_t pairs[4];   // q + 128, in 16 bits
 #pragma unroll
   for (int e = 0; e < 4; e++) {
-    // Where a float's last place is 1 its lowest bits are an integer.
+    // A float of 2^23 to 2^24 has its last place at 1: its lowest bits are an integer.
     const float2 values = unpack2((&v.x)[e]);
     const float even = fmaf(values.x, inverse, 12582912.0f + 128.0f), odd = fmaf(values.y, inverse, 12582912.0f + 128.0f);
     pairs[e] = __byte_perm(__float_as_uint(even), __float_as_uint(odd), 0x5410);
@@ -189,20 +193,21 @@ DEVICE uint4 in_quanta(uint4 v, float quantum) {
   return make_uint4(bytes(0, 0x7351), bytes(1, 0x7351), bytes(0, 0x6240) ^ 0x80808080u, bytes(1, 0x6240) ^ 0x80808080u);
 }
 
-// The sum of a piece's q, exactly.
+// Returns the exact sum of a piece's q.
 DEVICE float sum_of_q(uint4 q) {
   constexpr int kOnes = 0x01010101;
   const int high = __dp4a(static_cast<int>(q.x), kOnes, __dp4a(static_cast<int>(q.y), kOnes, 0));
   return static_cast<float>(__dp4a(static_cast<int>(q.z), kOnes, __dp4a(static_cast<int>(q.w), kOnes, high * 256)));
 }
 
-// The four words of q where they are apart, by half, then high and low, and how many bytes behind the first.
+// With WGMMA_PRODUCTS the four words of a piece lie apart, in the order [half][high, low]: word_of returns the word of a place in this order,
+// word_offset how many bytes it lies behind the first.
 DEVICE uint32_t word_of(uint4 q, int place) { return place == 0 ? q.x : place == 1 ? q.z : place == 2 ? q.y : q.w; }
 DEVICE constexpr int word_offset(int place) { return place / 2 * (NT * 256) + place % 2 * (kPartTiles * 128); }
 
-// Sums over scale groups of COUNT pieces a lane: kGroupLanes neighbouring lanes hold a group. All lanes of a warp. `store(i, sum)` for
-// piece i, in one lane of each group. Neighbours are added first, whatever COUNT is; with more than one piece each lane goes on with half
-// of them.
+// Sums values of COUNT pieces a lane over their scale groups, which kGroupLanes neighbouring lanes hold, and calls `store(i, sum)` for piece
+// i in one lane of each group. All lanes of a warp call it. Neighbours are added first, whatever COUNT is; while a lane has an even
+// number of pieces it goes on with half of them, and its neighbour with the other half.
 template <int COUNT, class Store, int DISTANCE = 1, int HELD = COUNT>
 DEVICE void sum_groups(float (&sums)[COUNT], Store store, int first = 0, bool stores = true) {
   const bool is_upper = threadIdx.x & DISTANCE;
@@ -225,13 +230,13 @@ DEVICE void sum_groups(float (&sums)[COUNT], Store store, int first = 0, bool st
   }
 }
 
-// Where a piece of a row belongs.
+// A piece's place among the rows; `exists` is false where a lane has no piece.
 struct Entry {
   int piece, token;
   bool exists;
 };
 
-// Where rows as the products take them lie: in shared memory, or in the memory of prepare_rows.
+// The memory that enter_products stores rows in: a block's shared memory, or the buffer that prepare_rows writes.
 struct SharedRows {
   uint32_t to;
 
@@ -247,8 +252,8 @@ struct PreparedRows {
   DEVICE void store(int offset, float value) const { *reinterpret_cast<float*>(to + offset) = value; }
 };
 
-// Gives COUNT pieces a lane to the products: stores them in `rows` as these take them; `entry(i)` is where piece i belongs. All lanes of a
-// warp, of which 16 neighbours have the pieces of a slice in order.
+// Stores COUNT pieces a lane in `rows` as integers, in the form in which products read them, with their quanta and, with ZEROS, their sums.
+// `entry(i)` returns the place of piece i. All lanes of a warp call it, of which 16 neighbours have the pieces of a slice in order.
 template <int COUNT, class Rows, class EntryOf>
 DEVICE void enter_products(const Rows& rows, const uint4 (&v)[COUNT], EntryOf entry) {
   float quanta[COUNT], sums[COUNT];

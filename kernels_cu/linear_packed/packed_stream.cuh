@@ -16,14 +16,14 @@ constexpr bool kCopyEngine = false;
 #endif
 
 constexpr int kWarps = WARPS, kThreads = kWarps * 32;
-constexpr int kBlockTiles = SHARED_RUN ? kWarps : kWarps / RUNS;   // at a time
-constexpr int kBlockSlices = SHARED_RUN ? kRunSlices : kSlices;    // of x that a block reads
-// What one thread finishes of a token tile.
-constexpr int kOwnTiles = (kWarps + RUNS - 1) / RUNS;              // that a block of a cluster finishes
+constexpr int kBlockTiles = SHARED_RUN ? kWarps : kWarps / RUNS;   // tiles of a block at a time
+constexpr int kBlockSlices = SHARED_RUN ? kRunSlices : kSlices;    // slices of x that a block reads
+constexpr int kOwnTiles = (kWarps + RUNS - 1) / RUNS;              // the most tiles that a block of a cluster finishes
+// Outputs (lo row, hi row, token) that a block and one of its threads finish: in clusters of a round, else of a token tile.
 constexpr int kPairs = CLUSTERS ? kOwnTiles * NT * 64 : KEPT_ROUNDS * kBlockTiles * 64;
 constexpr int kThreadPairs = SHARED_RUN && !CLUSTERS ? 2 : (kPairs + kThreads - 1) / kThreads;
 
-// One row has larger chunks of ternary weights, whose copies would be small.
+// With one row, ternary weights have larger chunks: their copies would be small otherwise.
 constexpr bool kHasLargeChunks = ROWS == 1 && WEIGHT_BITS == 2 && kThreads <= 512 && kRunSlices % 8 == 0;
 #ifdef SMALL_CHUNKS
 constexpr bool kHasSmallChunks = true;
@@ -31,9 +31,10 @@ static_assert(ROWS == 1 && !kCopyEngine && WEIGHT_BITS > 2, "SMALL_CHUNKS is for
 #else
 constexpr bool kHasSmallChunks = false;
 #endif
-// Slices whose products a warp has under way at a time: the products of a slice are a chain. One row's share a load of x.
+// Slices whose products a warp has under way at a time: those of one slice depend on each other. With one row the slices share a load of x.
 constexpr int kTogetherSlices = kHasSmallChunks ? 2 : NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
-// A chunk is a copy: slices up to a multiple of 128 bytes, or of 64 where a ring would have one chunk in 8 bits only.
+// A chunk is what a copy brings: so many slices that they are a multiple of 128 bytes, or, in 8 bits where a ring would have room for one
+// chunk only, of 64 bytes.
 constexpr int kCopyBytes = WEIGHT_BITS == 8 && (NT > 2 || kThreads > 512) ? 64 : 128;
 constexpr int kAlignedSlices = kHasSmallChunks || kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;
 constexpr int kWholeSlices = kHasLargeChunks ? 8 : kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
@@ -45,7 +46,8 @@ constexpr int kPartialBytes = SHARED_RUN ? 0 : KEPT_ROUNDS * kWarps * 512;
 constexpr int kSquareBytes = (kTokens * (kRowWarps + 1) * 4 + 15) / 16 * 16;
 constexpr int kEpilogueBytes = kTokens * 8;
 constexpr int kStages = STAGES;
-// The warps of a run bring just what they read of x: their run of one row. Then no other waits for them.
+// kRunWarps: warps of a block that have the same run of K. kOwnRuns: these bring just what they read of x, their run of one row, so that
+// no other warp waits for them.
 constexpr int kRunWarps = SHARED_RUN ? 1 : kWarps / RUNS;
 #ifdef OWN_RUNS
 constexpr bool kOwnRuns = true;
@@ -63,8 +65,8 @@ constexpr int kFitting = (SMEM_BYTES - kFixedBytes - kXBytes) / (kWarps * kChunk
 constexpr int kSlots = kFitting < kMaxSlots ? kFitting : kMaxSlots;
 
 constexpr int kEarlySlots = EARLY_SLOTS < kSlots ? EARLY_SLOTS : kSlots;
-constexpr int kXBarrier = kWarps * kMaxSlots * 8;                     // after those of the rings; two a stage
-constexpr int kSquareBarrier = kXBarrier + kStages * 16, kReceivedBarrier = kSquareBarrier + 8;   // of what peers send
+constexpr int kXBarrier = kWarps * kMaxSlots * 8;                     // the barriers of x, behind those of the rings; two a stage
+constexpr int kSquareBarrier = kXBarrier + kStages * 16, kReceivedBarrier = kSquareBarrier + 8;   // barriers of what peers send
 constexpr int kReceivedOffset = kBarrierBytes, kRingOffset = kReceivedOffset + (RECEIVED_APART ? kReceivedBytes : 0);
 constexpr int kXOffset = kRingOffset + kWarps * kSlots * kChunkBytes;
 constexpr int kReceivedEnd = kReceivedOffset + kReceivedBytes, kXEnd = kXOffset + kXBytes;
@@ -80,13 +82,14 @@ static_assert(!CLUSTERS || (SHARED_RUN && RUNS == 8 && kCopyEngine), "a cluster 
 static_assert(kSlots >= 1, "SMEM_BYTES is too small");
 static_assert(kEpilogueOffset + kEpilogueBytes <= SMEM_BYTES, "SMEM_BYTES is too small");
 
-// Starts a copy of `bytes` (a multiple of 16) that arrives at `barrier`. One thread.
+// Starts a copy of `bytes` (a multiple of 16) and arrives at `barrier`, whose phase waits for these bytes. One thread calls it.
 DEVICE void copy_bulk(uint32_t shared, const void* source, int bytes, uint32_t barrier) {
   mbarrier_arrive_expect(barrier, bytes);
   copy_bytes(shared, source, bytes, barrier);
 }
 
-// The bits of a byte that a code has as an operand: the highest ones.
+// A code enters the tensor cores as the highest bits of a byte: kCodeBits is a word with these bits set in its bytes, kCodeFactor the factor
+// by which codes grow.
 constexpr int kCodeFactor = 1 << 8 - WEIGHT_BITS;
 constexpr uint32_t kCodeBits = 0x01010101u * (256 - kCodeFactor);
 
@@ -94,8 +97,8 @@ constexpr uint32_t kCodeBits = 0x01010101u * (256 - kCodeFactor);
 struct Lane {
   uint32_t shared;                  // start of dynamic shared memory
   int warp, lane, token, quarter;   // token = g (also the row inside a tile half), quarter = t
-  int run, slices;                  // the warp's part of K; the slices in it
-  uint32_t code_bits;               // kCodeBits, which the compiler does not know here: it would make it anew for every use
+  int run, slices;                  // the warp's run of K; the slices in it
+  uint32_t code_bits;               // kCodeBits, unknown to the compiler, which would make the constant anew for every use
   DEVICE Lane() {
     asm("{\n.reg .u32 never;\nmov.u32 never, %%smid;\nshr.u32 never, never, 31;\nsub.u32 %0, %1, never;\n}" : "=r"(code_bits) : "r"(kCodeBits));
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -104,7 +107,7 @@ struct Lane {
     run = SHARED_RUN ? blockIdx.x % RUNS : warp % RUNS;
     slices = run < kSlices / kRunSlices ? kRunSlices : run == kSlices / kRunSlices ? kSlices % kRunSlices : 0;
   }
-  // The warp's tile in a round of the grid; tile `place` of the block.
+  // Returns the warp's tile in a round of the grid, or the tile at `place` among the block's; past the last tile where there is none.
   DEVICE int tile(int round) const { return tile(round, SHARED_RUN ? warp : warp / RUNS); }
   DEVICE static int tile(int round, int place) {
 #ifdef HEAD_ROUNDS
@@ -116,12 +119,12 @@ struct Lane {
   }
 };
 
-// What the next product reads first: pieces of so many bytes at equal distances, a multiple of 16 both.
+// The part of a weight that the next product reads first: pieces of `bytes` bytes, one every `stride` bytes, both multiples of 16.
 struct Ahead {
   const unsigned char* weight;
   int pieces, stride, bytes;
 
-  // Brings them to the L2; each warp of the grid asks for its share.
+  // Prefetches the pieces to the L2; each warp of the grid asks for its share.
   DEVICE void fetch(const Lane& at) const {
     if (at.lane != 0) return;
     for (int piece = blockIdx.x * kWarps + at.warp; piece < pieces; piece += gridDim.x * kWarps)
@@ -129,14 +132,14 @@ struct Ahead {
   }
 };
 
-// Chunks that the warp copies before x: a constant where all warps copy as many.
+// The chunks that a warp copies before x is asked for: a constant where all warps copy equally many.
 #ifdef EARLY_WARPS
 #define EARLY_CHUNKS early_slots()
 #else
 #define EARLY_CHUNKS kEarlySlots
 #endif
 
-// The warp's chunks: its tiles, for each the slices of its run.
+// The warp's stream of chunks through its ring: its tiles in turn, of each the slices of its run.
 struct WeightStream {
   const Lane& at;
   const unsigned char* weight;
@@ -144,8 +147,9 @@ struct WeightStream {
   uint32_t ring, barriers;
   int round = 0, slice = 0;         // the next chunk to copy
   int slot = 0;                     // the next chunk to read, and where the next copy goes
-  int parity = 1;                   // of the phase that the slot's next chunk ends; 0 once the ring is filled
+  int parity = 1;                   // of the barrier phase that the slot's next chunk completes; 0 once the ring is filled
 
+  // Prepares the barriers of the ring and starts the copies of EARLY_CHUNKS.
   DEVICE WeightStream(const Lane& lane, const void* packed, int tiles)
       : at(lane), weight(static_cast<const unsigned char*>(packed) + lane.run * kRunBytes), num_tiles(lane.slices > 0 ? tiles : 0),
         ring(lane.shared + kRingOffset + lane.warp * kSlots * kChunkBytes), barriers(lane.shared + lane.warp * kMaxSlots * 8) {
@@ -160,7 +164,7 @@ struct WeightStream {
 #ifdef EARLY_WARPS
   DEVICE int early_slots() const { return EARLY_WARPS == kWarps || at.warp < EARLY_WARPS ? kEarlySlots : 0; }
 #endif
-  // The rest of the ring, behind the loads of x.
+  // Starts the copies of the rest of the ring, behind the loads of x.
   DEVICE void fill_ring() {
     for (int i = EARLY_CHUNKS; i < kSlots; i++) copy_next();
   }
@@ -170,7 +174,7 @@ struct WeightStream {
     const int tile = at.tile(round);
     if (tile < num_tiles) {
       const int left = at.slices - slice, bytes = (left < kChunkSlices ? left : kChunkSlices) * kUnitBytes;
-      const uint32_t places = tile * static_cast<uint32_t>(kTileBytes / 16) + slice * (kUnitBytes / 16);   // of 16 bytes
+      const uint32_t places = tile * static_cast<uint32_t>(kTileBytes / 16) + slice * (kUnitBytes / 16);   // in units of 16 bytes
       const unsigned char* const from = weight + static_cast<uint64_t>(places) * 16;
       const uint32_t to = ring + slot * kChunkBytes;
       if constexpr (kCopyEngine) {
@@ -185,7 +189,7 @@ struct WeightStream {
     if (++slot == kSlots) slot = 0, parity ^= 1;
   }
 
-  // The next chunk in shared memory, once it is there.
+  // Waits for the next chunk and returns its address in shared memory.
   DEVICE uint32_t wait() {
     if constexpr (kCopyEngine) {
       mbarrier_wait(barriers + slot * 8, parity);
@@ -195,7 +199,7 @@ struct WeightStream {
     }
     return ring + slot * kChunkBytes;
   }
-  // The warp has read the chunk.
+  // Frees the chunk that the warp has read: the next copy goes there.
   DEVICE void release() {
     __syncwarp();
     copy_next();

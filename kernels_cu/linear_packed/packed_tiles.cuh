@@ -1,8 +1,8 @@
-// Which rows of a weight the tiles of its packed layout hold, as the Tiles structs of linear_epilogue.cuh have them.
+// The rows of a weight that the tiles of its packed layout hold: the same as in the Tiles structs of linear_epilogue.cuh.
 #pragma once
 #include "types.cuh"
 
-// Row `row` (0 to 15, from 8 on hi) of a tile; num_rows: of the whole weight.
+// Returns the weight's row that is row `row` of a tile: 0 to 7 of lo, 8 to 15 of hi. num_rows: rows of the whole weight.
 DEVICE int tile_row(int tile, int row, int num_rows) {
 #if LINEAR == 0
   constexpr int kHeadTiles = HEAD_DIM / 16;
@@ -14,7 +14,7 @@ DEVICE int tile_row(int tile, int row, int num_rows) {
 #endif
 }
 
-// The inverse for eight rows: x tile, y 0 for lo and 1 for hi.
+// Returns where eight rows from first_row on lie, the inverse of tile_row: the tile (x), in its lo (y = 0) or hi (y = 1).
 DEVICE int2 tile_half(int first_row, int num_rows) {
 #if LINEAR == 0
   constexpr int kHalf = HEAD_DIM / 2;

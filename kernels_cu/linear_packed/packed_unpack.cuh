@@ -1,4 +1,4 @@
-// What the products of chunks with packed weights share: 4-bit codes to an operand of the tensor cores.
+// Unpacking codes of 4 bits into an operand of the tensor cores, which all products of chunks with packed weights share.
 #pragma once
 #include "copy.cuh"
 #include "mma.cuh"
@@ -18,10 +18,10 @@ constexpr float kMagic = 1024.0f;
 #endif
 
 constexpr uint32_t kCodeMask = 0x000F000Fu;
-constexpr int kHalfCodeBytes = kCodeBytes / 2;   // of half a unit, 64 columns
+constexpr int kHalfCodeBytes = kCodeBytes / 2;   // codes of half a unit, 64 columns
 
-// The mask in a register, not a constant to the compiler, which would load it again for every instruction that already has another
-// constant. `rows`: of x, which are never below zero.
+// Returns kCodeMask in a register, unknown to the compiler, which would load a constant again for every instruction that already has
+// another constant. `rows`: the rows of x, a number never below zero.
 DEVICE uint32_t held_code_mask(int rows) { return rows < 0 ? 0 : kCodeMask; }
 
 DEVICE scalar2_t twice(scalar_t value) {
@@ -30,7 +30,7 @@ DEVICE scalar2_t twice(scalar_t value) {
   return pair;
 }
 
-// Scale and zero point (kMagic added) of the lane's rows in one scale group of a unit: lo, hi.
+// Scales and zero points (kMagic added) of the lane's two rows, lo and hi, in one scale group of a unit.
 struct Group {
   scalar2_t scale[2], zero[2];
 
@@ -48,7 +48,7 @@ struct Group {
     }
   }
 
-  // Pairs of weights from a word of four k of lo and hi: lo and hi of the pair in bytes 0 and 2, then of that in 1 and 3.
+  // Unpacks a word that has four k of lo and hi into pairs of weights: lo and hi of the k in bytes 0 and 2, then of those in bytes 1 and 3.
   DEVICE void unpack(uint32_t (&pairs)[4], uint32_t codes, uint32_t mask) const {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -59,8 +59,9 @@ struct Group {
   }
 };
 
-// In: lane t of a quad has the codes of k = 8 t .. 8 t + 7 of 32 (two words, four k each, as packed_layout.cuh has them). Out:
-// word f has those of k = 16 f + 2 t, + 1 (bytes 0 and 2) and k = 16 f + 8 + 2 t, + 1 (bytes 1 and 3): operand A of two mma.
+// Takes codes from the packed order of k to the natural one. In: lane t of a quad has the codes of k = 8 t .. 8 t + 7 of 32 (two words, four
+// k each, as packed_layout.cuh has them). Out: word f has those of k = 16 f + 2 t, + 1 (bytes 0 and 2) and
+// k = 16 f + 8 + 2 t, + 1 (bytes 1 and 3): operand A of two mma.
 // The bits of k trade places with those of the lane in two exchanges: words with lane ^ 2, pairs of k with lane ^ 1.
 DEVICE void natural_order(uint32_t (&words)[2]) {
   const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
@@ -68,21 +69,22 @@ DEVICE void natural_order(uint32_t (&words)[2]) {
   const uint32_t first = upper ? word : words[0], second = upper ? words[1] : word;
   // Bytes 0 and 2 of a word are a pair of k, bytes 1 and 3 the pair after it.
   const uint32_t sent = __byte_perm(first, second, odd ? 0x6420 : 0x7531);
-  const uint32_t pairs = __shfl_xor_sync(0xFFFFFFFFu, sent, 1);   // first's in the lower half
+  const uint32_t pairs = __shfl_xor_sync(0xFFFFFFFFu, sent, 1);   // the lower half belongs to `first`
   words[0] = __byte_perm(first, pairs, odd ? 0x3514 : 0x5240);
   words[1] = __byte_perm(second, pairs, odd ? 0x3716 : 0x7260);
 }
 
-// Half of a slice of one tile, 64 columns: its codes, after `order` a word for 16 k, and its scale groups.
+// Half of a unit in registers, 64 columns of one tile: its codes, after `order` a word for each 16 k, and its scale groups.
 struct HalfSlice {
   static constexpr int kGroups = SCALE_GROUP < 64 ? 64 / SCALE_GROUP : 1;
   uint32_t words[2][2];
   Group groups[kGroups];
 
+  // Loads the first (0) or the second half of the unit at `unit`.
   DEVICE void load(uint32_t unit, int half) {
     load_parts(unit + half * kHalfCodeBytes, unit + kCodeBytes + half * 64 / SCALE_GROUP * kScaleBytes);
   }
-  // From where the half's codes lie, and its first scale group.
+  // Loads the half from the addresses of its codes and of its first scale group.
   DEVICE void load_parts(uint32_t its_codes, uint32_t its_groups) {
     const uint4 codes = load_shared(its_codes + threadIdx.x % 32 * 16);
     words[0][0] = codes.x, words[0][1] = codes.y, words[1][0] = codes.z, words[1][1] = codes.w;
@@ -90,7 +92,7 @@ struct HalfSlice {
     for (int i = 0; i < kGroups; i++) groups[i].load(its_groups + i * kScaleBytes);
   }
   DEVICE void order() { natural_order(words[0]), natural_order(words[1]); }
-  // The operand of a step of 16 k.
+  // Unpacks the operand of a step of 16 k, one of four.
   DEVICE void unpack(uint32_t (&a)[4], int step, uint32_t mask) const {
     groups[step * 16 / SCALE_GROUP].unpack(a, words[step / 2][step % 2], mask);
   }

@@ -1,9 +1,10 @@
-// Writing packed codes, whatever the sources: a thread owns 16 bytes of them.
+// Writing packed codes, whatever format their source has: a thread owns 16 bytes of the result.
 #pragma once
 #include "packed_layout.cuh"
 #include "packed_tiles.cuh"
 
-// Fields of 16 bytes of a lane in a unit, for the kernels that write them: part `part` of its slice, word w, code e of the word.
+// The fields of a lane's 16 bytes. A unit has kParts parts of 16 bytes a lane, each for kPartColumns columns; word w of four has kWordColumns
+// columns from word_column(w) on, and code e of the word begins at bit code_shift(e), in hi kHiShift bits further.
 constexpr int kParts = kCodeBytes / 512, kPartColumns = kSliceColumns / kParts, kHiShift = WEIGHT_BITS % 8;
 constexpr uint32_t kLoBits = WEIGHT_BITS == 2 ? 0x33333333u : WEIGHT_BITS == 4 ? 0x0F0F0F0Fu : ~0u, kHiBits = kLoBits << kHiShift;
 constexpr int kWordColumns = WEIGHT_BITS == 2 ? 8 : 4;
@@ -15,8 +16,9 @@ DEVICE int code_shift(int e) { return e % 4 / 2 * 8 + e % 2 * 16 + e / 4 * 4; }
 DEVICE constexpr bool holds_lo(int w) { return WEIGHT_BITS < 8 || w % 2 == 0; }
 DEVICE constexpr bool holds_hi(int w) { return WEIGHT_BITS < 8 || w % 2 == 1; }
 
-// The codes of rows first_row .. + N - 1 of a weight with num_rows rows; the others' stay. `place(first, e)` is where a source has
-// column first + e, where a word begins at column `first`, and `code(n, first, place)` its code in row n. For blocks of 256 threads.
+// Writes the codes of rows first_row .. first_row + N - 1 of a weight with num_rows rows; those of other rows stay. Of a word that begins at
+// column `first`, `place(first, e)` returns where the source has its e-th column, and `code(n, first, place)` the code there in row n of
+// the source. For blocks of 256 threads.
 template <class Place, class Code>
 DEVICE void write_codes(unsigned char* packed, int first_row, int N, int num_rows, int num_tiles, Place place, Code code) {
   const int64_t total = static_cast<int64_t>(num_tiles) * kSlices * kParts * 32;

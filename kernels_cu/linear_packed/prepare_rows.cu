@@ -1,14 +1,15 @@
-// x of a step of 1-64 rows as linear_packed.cu takes it with PREPARED: times a norm's weights, columns in the order of a permuted weight.
+// Writes x of a step of 1-64 rows as linear_packed.cu reads it with PREPARED: times a norm's weights, columns in the order of a permuted
+// weight.
 //
-// Formula: v[token, j] = round(x[token, p] * norm[p]) * c, p = permutation[j], without permutation p = j; without norm it is 1, and c is
+// Formula: v[token, j] = round(x[token, p] * norm[p]) * c, p = permutation[j], without permutation p = j; without norm norm[p] is 1; c is
 //   1/16 with norm in fp16, else 1. out[token, j] = rint(v / quantum), quantum the power of two with which the largest of a slice of 128
 //   columns is 2^13 to 2^14. With norm a token's scale is 1 / (c rms(x[token])).
-// Operands: out (K/128 slices) as in packed_rows.cuh, with norm T float scales behind them; x (T, K) scalar_t; norm (K) scalar_t or
+// Operands: out (K/128 slices) as in packed_rows.cuh, with norm followed by T float scales; x (T, K) scalar_t; norm (K) scalar_t or
 //   null; permutation (K) int32 or null.
 // Constants: IN_FEATURES: K, the columns of W, a multiple of 128. ROWS: most rows of a step: 1, 8, 16, 32 or 64.
 //   SCALE_GROUP: columns that share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums; 0: zero
 //   points are 8, in 2 bits 2, in 8 bits 128. WARPGROUPS: 1 lets four warps multiply together where the architecture can. ROW_PITCH:
-//   elements between rows of x, of whose columns the first K are taken; without it K
+//   elements between rows of x, whose first K columns are taken; without it K
 // Grid: T blocks of 256 threads; no dynamic shared memory.
 // Numerics: rounded to 16 bits where there is a norm, then to integers of 14 bits and a sign; the square sum in the order of
 //   linear_packed.cu's own. Padding rows are not written.

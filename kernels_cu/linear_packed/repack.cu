@@ -4,18 +4,19 @@
 // Operands: packed bytes, see packed_layout.cuh; the source's tensors on the device, N its rows, K its columns, G its group size:
 //   FORMAT 0 GPTQ: codes int32 (K/8, N), nibble i of a word is row 8 w + i; zeros int32 (K/G, N/8); scales (K/G, N); with WEIGHT_BITS 8
 //     codes (K/4, N), byte i is row 4 w + i, with 2 (K/16, N), and no zeros
-//   FORMAT 1 AWQ GEMM: codes int32 (K, N/8), column c of eight in nibble {0, 4, 1, 5, 2, 6, 3, 7}[c]; zeros and scales alike
+//   FORMAT 1 AWQ GEMM: codes int32 (K, N/8), column c of eight in nibble {0, 4, 1, 5, 2, 6, 3, 7}[c]; zeros int32 (K/G, N/8), in the same
+//     order; scales (K/G, N)
 //   FORMAT 2 compressed-tensors pack-quantized: codes int32 (N, K/8); zeros int32 (N/8, K/G); scales (N, K/G)
 //   FORMAT 3 Marlin: codes int32 (K/16, 2 N), 16 x 16 tiles; scales (K/G, N) permuted by 64 columns, by 32 with one group; no zeros
 // Constants: LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //   FORMAT: 0 GPTQ, 1 AWQ, 2 compressed-tensors, 3 Marlin. IN_FEATURES: K, the columns of W, a multiple of 128.
 //   WEIGHT_BITS: 4, or 8 with ZEROS 0 or 2, or 2 with ZEROS 0. RUNS: contiguous parts of K, summed in order: 8 or 1. SCALE_GROUP: columns that
-//   share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums (repack_scales makes those of 8);
-//   0: zero points are 8, in 2 bits 2, in 8 bits 128
+//   share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums (repack_scales makes them of a
+//   zero point in the middle of the codes' range); 0: zero points are 8, in 2 bits 2, in 8 bits 128
 // Grid: any number of blocks of 256 threads; no dynamic shared memory.
 // Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is a float32 product
 //   rounded once.
-// Oracle: cpmrt/cuda/ops/linear_packed/layout.py; cpmrt/weights/formats/.
+// Oracle: tests/packed_oracle.py; cpmrt/weights/formats/.
 // Source: original; formats as in AutoGPTQ, AutoAWQ, compressed-tensors and IST-DASLab/marlin.
 // Why so: a thread owns 16 bytes of the result, whatever sources its two rows come from, so sources can come one after the other.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(FORMAT) || !defined(IN_FEATURES) || \
@@ -29,7 +30,7 @@ static_assert(WEIGHT_BITS == 4 || FORMAT == 0, "codes of 2 or 8 bits come in FOR
 #include <cuda_fp16.h>
 #include <cuda_bf16.h>
 
-// The code of row n and column k of a source with N rows.
+// Returns the code of row n and column k of a source with N rows.
 DEVICE uint32_t source_code(const uint32_t* codes, int n, int k, int N) {
 #if FORMAT == 0
   constexpr int kWordCodes = 32 / WEIGHT_BITS;
@@ -48,25 +49,27 @@ DEVICE uint32_t source_code(const uint32_t* codes, int n, int k, int N) {
 #endif
 }
 
-// Where the scale of row n in group `group` of `groups` lies.
+// Returns the index of the scale of row n in scale group `group` of `groups`.
 DEVICE int64_t scale_index(int n, int group, int groups, int N) {
 #if FORMAT == 2
   return static_cast<int64_t>(n) * groups + group;
 #elif FORMAT == 3
   if (groups > 1) return static_cast<int64_t>(group) * N + n / 64 * 64 + n % 8 * 8 + n % 64 / 8;
-  // Run of 32: place 8 i + e takes input 2 i + {0, 1, 8, 9, 16, 17, 24, 25}[e].
+  // In a run of 32 scales place 8 i + e has that of row 2 i + {0, 1, 8, 9, 16, 17, 24, 25}[e].
   return n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2 + n % 2;
 #else
   return static_cast<int64_t>(group) * N + n;
 #endif
 }
 
+// Returns the zero point of row n in scale group `group` of `groups`; `addend` is added to its word first.
 DEVICE uint32_t source_zero(const uint32_t* zeros, uint32_t addend, int n, int group, int groups, int N) {
   const int64_t word = FORMAT == 2 ? static_cast<int64_t>(n / 8) * groups + group : static_cast<int64_t>(group) * (N / 8) + n / 8;
   return zeros[word] + addend >> (FORMAT == 1 ? (n % 2 * 4 + n % 8 / 2) * 4 : n % 8 * 4) & 15;
 }
 
-// The codes of rows first_row .. + N - 1 of a weight with num_rows rows; the others' stay. `permutation` (K) int32 or null.
+// Writes the codes of rows first_row .. first_row + N - 1 of a weight with num_rows rows; those of other rows stay. `permutation` (K) int32
+// or null.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
     unsigned char* packed, const uint32_t* codes, const int* permutation, int first_row, int N, int num_rows, int num_tiles) {
   pdl_begin();
@@ -76,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_codes)(
       [=](int n, int first, int k) { return source_code(codes, n, k, N); });
 }
 
-// Scales and zero points of the same rows. `scales` is fp16 if scales_fp16, else bf16; `zeros` null: 8; zero_addend: added to each
-// word of zeros (GPTQ v1 stores zero points minus one: 0x11111111).
+// Writes the scales of the same rows, and with ZEROS their zero points or minimums. `scales` is fp16 if scales_fp16, else bf16; `zeros` null: zero
+// points are 8; zero_addend: added to each word of zeros (GPTQ v1 stores zero points minus one: 0x11111111).
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_scales)(
     unsigned char* packed, const uint16_t* scales, const uint32_t* zeros, int first_row, int N, int num_rows, int num_tiles,
     int group_size, int scales_fp16, int zero_addend) {
@@ -99,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_scales)(
 }
 
 #if WEIGHT_BITS < 8 || LINEAR != 3   // a head in 8 bits never meets a chunk of rows
-constexpr int kLaneWords = kCodeBytes / 128;   // of a unit
-// The code of a lane's row in a unit: k = 32 block + 8 t + e, half 0 for lo and 1 for hi.
+constexpr int kLaneWords = kCodeBytes / 128;   // a lane's words of codes in a unit
+// Returns a code of a lane's words of a unit: k = 32 block + 8 t + e, half 0 for lo's row and 1 for hi's.
 DEVICE uint32_t unit_code(const uint32_t (&words)[kLaneWords], int block, int e, int half) {
   const int place = e % 4 / 2 * 8 + e % 2 * 16 + half * (WEIGHT_BITS % 8);
   if (WEIGHT_BITS == 2) return words[block] >> place + e / 4 * 4 & 3;
@@ -108,7 +111,8 @@ DEVICE uint32_t unit_code(const uint32_t (&words)[kLaneWords], int block, int e,
   return words[block * 2 + e / 4] >> place & 15;
 }
 
-// out (count, K) scalar_t = rows first_row .. + count - 1 of the weight, columns in stored order. first_row is a multiple of 8.
+// Writes weights in 16 bits: out (count, K) scalar_t = rows first_row .. + count - 1 of the weight, columns in stored order. first_row is a
+// multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
     scalar_t* out, const unsigned char* packed, int first_row, int count, int num_rows) {
   pdl_begin();

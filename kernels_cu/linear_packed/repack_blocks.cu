@@ -25,7 +25,7 @@ static_assert(ZEROS != 1, "blocks have minimums, not zero points");
 static_assert(K % kBlock.weights == 0, "K must be whole blocks");
 constexpr int kAddend = ZEROS == 0 ? (1 << WEIGHT_BITS - 1) - kMiddle : 0;
 
-// The block of row n that holds column k. With `paired` a head's rows lie in the file as 0, D/2, 1, D/2 + 1, ...
+// Returns the block of row n that holds column k. With `paired` a head's rows lie in the file as 0, D/2, 1, D/2 + 1, ...
 DEVICE Bytes block_of(Bytes blocks, int n, int k, int paired) {
 #if LINEAR == 0
   if (paired) n = n / HEAD_DIM * HEAD_DIM + n % (HEAD_DIM / 2) * 2 + n % HEAD_DIM / (HEAD_DIM / 2);
@@ -33,7 +33,7 @@ DEVICE Bytes block_of(Bytes blocks, int n, int k, int paired) {
   return blocks + (static_cast<int64_t>(n) * (K / kBlock.weights) + k / kBlock.weights) * kBlock.bytes;
 }
 
-// The codes of rows first_row .. + N - 1 of a weight with num_rows rows; the others' stay.
+// Writes the codes of rows first_row .. first_row + N - 1 of a weight with num_rows rows; those of other rows stay.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_block_codes)(
     unsigned char* packed, const unsigned char* blocks, int first_row, int N, int num_rows, int num_tiles, int paired) {
   pdl_begin();
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_block_codes)(
       [=](int n, int first, int of_block) { return block_code(block_of(blocks, n, first, paired), of_block) + kAddend; });
 }
 
-// Scales and minimums of the same rows.
+// Writes the scales of the same rows, and with ZEROS their minimums.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(repack_block_scales)(
     unsigned char* packed, uint32_t* fault, const unsigned char* blocks, int first_row, int N, int num_rows, int num_tiles, int paired) {
   pdl_begin();

@@ -1,18 +1,18 @@
-// row_layers: layers of a step of one row with weights of 4 bits, in one launch: all of them, or what one does between two attentions.
+// row_layers: the layers of a step of one row with weights of 4 bits, in one launch: all of them, or the products between two attentions.
 //
-// For each layer: with ATTENDS attention = that of decode_attention.cu over the layer's pages; x += scale * attention Wo^T;
-// inner = silu(n Wg^T) * (n Wu^T), n the normalised x; x += scale * inner Wd^T; and, where products are left, q, k and v of the layer
+// For each layer: with ATTENDS attention = the result of decode_attention.cu over the layer's pages; x += scale * attention Wo^T;
+// inner = silu(n Wg^T) * (n Wu^T), n the normalised x; x += scale * inner Wd^T; and, if num_products goes so far, q, k and v of the layer
 // behind it, from x normalised again. All have the bits of decode_attention.cu and linear_packed.cu.
-// Operands: those of Shared and LayerOperands, whose place in the parameters is theirs here: x (1, H), attention (1, A), inner (1, F),
-//   q scalar_t; counter uint64, 0 at first, which only this kernel with this GRID writes; partials, arrivals as in decode_attention.cu;
-//   rope, positions, slots, block_tables, num_heads and so on as in linear_packed_qkv; num_products: of all layers, the last one may have 3.
-//   first_k_pages, first_v_pages: of the first layer. Of a layer: weights packed as in packed_layout.cuh; mlp_norm, norm (H), bias scalar_t;
-//   k_pages, v_pages: of the layer behind it, for which norm, qkv and bias are
+// Operands: the members of Shared and LayerOperands, in their order there: x (1, H), attention (1, A), inner (1, F), q scalar_t; counter
+//   uint64, 0 at first, which only this kernel with this GRID writes; partials, arrivals as in decode_attention.cu; rope, positions,
+//   slots, block_tables, num_heads and so on as in linear_packed_qkv; num_products: products of all layers, of which the last may have 3.
+//   first_k_pages, first_v_pages: pages of the first layer. Of each layer: weights packed as in packed_layout.cuh; mlp_norm, norm (H), bias
+//   scalar_t; norm, qkv, bias, k_pages and v_pages are those of the layer behind it
 // Constants:
 //   IN_FEATURES: H, the elements of a row. ATTENTION: A. INNER: F. QKV_ROWS: rows of the qkv weight. HEAD_DIM: elements of a head
-//   NEXT: 1 if there is a product qkv at all. ATTENDS: 1: up to kMostLayers whole layers; 0: one, without its attention
+//   NEXT: 1 if any layer has the product qkv. ATTENDS: 1: up to kMostLayers whole layers; 0: one, without its attention
 //   GROUP: query heads of a KV head. PAGE_STAGES: places of a warp's ring of pages, 2 or more (both with ATTENDS only)
-//   RUNS: 8, the parts of K, of all weights but that of gate_up. GATE_UP_RUNS: of that, 8 or 1
+//   RUNS: 8, the parts of K of all weights but gate_up. GATE_UP_RUNS: the parts of K of gate_up, 8 or 1
 //   WEIGHT_BITS: 4. SCALE_GROUP: 128. ZEROS: 0. GRID: blocks
 //   SLOTS: chunks of a warp's ring of weights, 2 or more. SMEM_BYTES: dynamic shared memory of the launch
 //   FATRELU: the activation is that of fatrelu.cuh; without it SiLU
@@ -23,15 +23,15 @@
 // Why so: below sm_90 no kernel begins before the one before it has ended, and each then waits for x and its first weights. Here a warp
 //   knows all its chunks of all weights from the start, and its ring goes on over the end of a product: while blocks wait for each
 //   other, or for those that attend, the memory fills it with the next weight. Eight warps share a tile, each has a run of K and brings
-//   that part of x alone; of a gate_up weight in one run each warp has another tile. Tiles of a warp go side by side, so that products of
-//   several are under way. From sm_90 on dependent launches are faster (tools/log/packed_products.md).
+//   that part of x alone; of a gate_up weight in one run each warp has another tile. Tiles of a warp go side by side, so that several
+//   products are under way. From sm_90 on dependent launches are faster (tools/log/packed_products.md).
 #if !defined(IN_FEATURES) || !defined(ATTENTION) || !defined(INNER) || !defined(QKV_ROWS) || !defined(HEAD_DIM) || !defined(NEXT) || \
     !defined(RUNS) || !defined(GATE_UP_RUNS) || !defined(WEIGHT_BITS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(GRID) || \
     !defined(SLOTS) || !defined(SMEM_BYTES) || !defined(ATTENDS) || (ATTENDS && !defined(GROUP)) || (ATTENDS && !defined(PAGE_STAGES))
 #error "a constant is not defined"
 #endif
 constexpr int kSharedBytes = SMEM_BYTES;
-// What the headers are told: one row, eight warps, and room for a ring of weights, which is not used here.
+// The constants that the headers ask for: one row, eight warps, and room for a ring of weights, which is not used here.
 #undef SMEM_BYTES
 #define SMEM_BYTES (1 << 20)
 #define LINEAR 0
@@ -55,7 +55,7 @@ constexpr int kSharedBytes = SMEM_BYTES;
 #include "packed_activations.cuh"
 #if ATTENDS
 #include "../attention/row_attention.cuh"
-// Attention has the memory of the rings in turn.
+// Attention and the rings of weights use the same memory in turn.
 static_assert(kRings + attention::kMemoryBytes <= kSharedBytes, "SMEM_BYTES is too small");
 #endif
 
@@ -65,26 +65,27 @@ static_assert(GATE_UP_RUNS == 8 || GATE_UP_RUNS == 1, "runs of gate_up");
 static_assert((FATRELU & 0x7F800000) != 0x7F800000, "FATRELU must be the bits of a finite threshold");
 #endif
 
-// The warp's run of a row as it is in memory, a stage at a time.
+// The warp's run of a row that needs no norm, on its way to shared memory a stage at a time, while the next stage waits in registers.
 template <class M>
 struct PlainRun {
-  static constexpr int kStagePieces = (M::kStage * 16 + 31) / 32;   // of a lane
+  static constexpr int kStagePieces = (M::kStage * 16 + 31) / 32;   // pieces of a stage that a lane has
   const Lane& at;
   const scalar_t* row;
   uint4 v[kStagePieces];
 
+  // Whether the stage from `slice` on has an i-th piece for the lane.
   DEVICE bool is_there(int i, int slice) const {
     const int piece = at.lane + i * 32;
     return piece < M::kStage * 16 && slice * 16 + piece < M::slices(at.warp) * 16;
   }
-  // Asks for the stage from `slice` on.
+  // Loads the lane's pieces of the stage from `slice` on.
   DEVICE void ask(int slice) {
 #pragma unroll
     for (int i = 0; i < kStagePieces; i++)
       if (is_there(i, slice)) v[i] = load16_past_l1(row + ((at.warp * M::kOwnSlices + slice) * 16 + at.lane + i * 32) * 8);
   }
   DEVICE uint32_t base() const { return at.shared + kRow + at.warp * M::kStage * kXSliceBytes; }
-  // Puts it into shared memory, asks for the next one, and gives the place of the slice.
+  // Returns the place of a slice in shared memory. At the first slice of a stage it puts the stage there and asks for the next one.
   DEVICE uint32_t enter(int slice) {
     const int of_stage = slice % M::kStage;
     if (of_stage > 0) return base() + of_stage * kXSliceBytes;
@@ -95,14 +96,14 @@ struct PlainRun {
   }
 };
 
-// The weights of a norm for the warp's eighth of the row.
+// Loads the weights of a norm for the warp's eighth of the row.
 DEVICE void ask_for_norm(RowPieces& pieces, const scalar_t* norm) {
 #pragma unroll
   for (int i = 0; i < kThreadPieces; i++)
     if (RowPieces::piece(i) < kPieces) pieces.norm[i] = load16_streamed(norm + RowPieces::piece(i) * 8);
 }
 
-// The warp's eighth of x, normalised, in shared memory, and its square sum.
+// Brings the warp's eighth of x, times the norm's weights, to shared memory, and its square sum. The stream of weights goes on behind x.
 DEVICE void fill_normalised(const Lane& at, Chain& stream, const scalar_t* x, const RowPieces& weights) {
   uint4 v[kThreadPieces];
 #pragma unroll
@@ -120,7 +121,7 @@ DEVICE void fill_normalised(const Lane& at, Chain& stream, const scalar_t* x, co
   if (at.lane == 0) store_shared_float(at.shared + kSquares + at.warp * 4, square);
 }
 
-// A product of eight runs, whose sums this block adds: a thread finishes one pair of outputs.
+// A block's tiles of a product in eight runs, one a warp, whose sums it adds: a thread finishes at most one pair of outputs.
 template <class M, class Epilogue>
 struct SharedTiles {
   const Lane& at;
@@ -128,11 +129,11 @@ struct SharedTiles {
   int round = at.warp * 4 + at.lane / 8, row = at.lane % 8;
 
   DEVICE bool finishes() const { return round < M::rounds(0); }
-  // At what an output needs besides.
+  // Prefetches what the epilogue needs for the thread's outputs.
   DEVICE void look() {
     if (finishes()) epilogue.prefetch(0, 0, M::tile(0, round), row, 0);
   }
-  // `factor()` is what the sums are multiplied by.
+  // Adds the warps' sums in the order of runs and gives them to the epilogue, multiplied by `factor()`. All threads call it.
   template <class Factor>
   DEVICE void finish(const Sums (&out)[M::kRounds], Factor factor) {
 #pragma unroll
@@ -151,14 +152,14 @@ struct SharedTiles {
   }
 };
 
-// x, which other blocks of this launch have written.
+// The epilogue of x += scale * sum where other blocks of this launch have written x: it loads x past the L1.
 struct AddEpilogue : ResidualEpilogue<1, 1> {
   DEVICE void prefetch(int, int, int tile, int row, int) {
     before[0][0][0] = load_now(x + tile * 16 + row), before[0][0][1] = load_now(x + tile * 16 + 8 + row);
   }
 };
 
-// x += scale * row W^T.
+// Computes the block's part of x += scale * row W^T. `run`: the warp's run of the row.
 template <class M>
 DEVICE void add_product(const Lane& at, Chain& weights, PlainRun<M>& run, scalar_t* x, float scale) {
   AddEpilogue add{{x, nullptr, kHidden, scale}};
@@ -169,7 +170,8 @@ DEVICE void add_product(const Lane& at, Chain& weights, PlainRun<M>& run, scalar
   tiles.finish(out, [] { return 1.0f; });
 }
 
-// The warp's run of a normalised product: of its part of x, or of all of it.
+// Computes the warp's sums of a product with normalised x: over its eighth of x, which it brings alone, or, of a weight in one run, over all
+// of x.
 template <class M>
 DEVICE void multiply_normalised(Sums (&out)[M::kRounds], const Lane& at, Chain& weights, const scalar_t* x, const RowPieces& norm) {
   fill_normalised(at, weights, x, norm);
@@ -179,7 +181,7 @@ DEVICE void multiply_normalised(Sums (&out)[M::kRounds], const Lane& at, Chain& 
   multiply_run<M>(out, weights, at, [&](int slice) { return own + slice * kXSliceBytes; });
 }
 
-// What all layers share.
+// The operands and sizes that all layers share.
 struct Shared {
   scalar_t *x, *attention, *inner, *q;
   uint64_t* counter;
@@ -205,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL(row_layers)(
 #if ATTENDS
   if (threadIdx.x == 0) store_shared_words(at.shared + kRowPlace, load_now(given.slots), load_now(given.positions));
   __syncthreads();
-  // Made anew where it is wanted: registers are few.
+  // A RowAttention is made anew wherever it is needed: registers are few.
   const auto row_now = [&] {
     const uint2 place = load_shared_words(at.shared + kRowPlace);
     return attention::RowAttention(given.attention, given.q, given.partials, given.arrivals, given.block_tables, place.x, place.y,

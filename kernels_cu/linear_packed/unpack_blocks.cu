@@ -1,4 +1,4 @@
-// Blocks of GGUF files as 16-bit weights, while they are loaded: an embedding, of which a step reads a few rows.
+// Unpacks blocks of GGUF files to 16-bit weights, while they are loaded: for an embedding, of which a step reads a few rows.
 //
 // Formula: W = scale * (code - middle) + offset, as the file says.
 // Operands: out (count, 8) scalar_t; fault (1) uint32, set to 1 if a weight is not finite in scalar_t, else left alone (may be mapped
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(unpack_blocks)(
       for (int e = 0; e < 2; e++) {
         const float code = static_cast<int>(block_code(block, first + w * 2 + e)) - kMiddle;
         values[e] = __fmul_rn(by.x, code);
-        if (kHasOffsets) values[e] = __fadd_rn(values[e], by.y);   // else a product of -0 stays what it is
+        if (kHasOffsets) values[e] = __fadd_rn(values[e], by.y);   // not without offsets: a product of -0 stays -0
       }
       words[w] = pack2(values[0], values[1]);
       const float2 rounded = unpack2(words[w]);
