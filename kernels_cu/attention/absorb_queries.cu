@@ -1,4 +1,5 @@
-// absorb_queries: queries of latent attention in the space of the latents, for the rows of a step, whose own latents go to the pages.
+// absorb_queries: brings the queries of latent attention into the space of the latents, for the rows of a step, and appends these rows' own
+// latents to the pages.
 //
 // queries[t, h, :C] = q[t, h, :N] up[h, :N, :],  queries[t, h, C:] = rope(q[t, h, N:]) of the row's position (split halves),
 // C = KV_RANK, N = NOPE_DIM, R = ROPE_DIM: then queries . page = q . key for a page row [latent | rotated] of C + R elements;
@@ -13,19 +14,19 @@
 // latents        [T, A + C + R] scalar_t row-major, or null: then nothing goes to the pages; kv_norm [C] scalar_t
 // positions, locations (null: positions), slots [T] int32: a row of slot -1 has no position, and nothing of it goes to a page;
 //                block_tables [B, pages_per_sequence] int32
-// constants      KV_RANK: elements of a latent, a multiple of 256. NOPE_DIM: elements of a query before those that are
-//                rotated, a multiple of 16. ROPE_DIM: those, at most 512. VALUE_DIM: elements of a value
+// constants      KV_RANK: elements of a latent, a multiple of 256. NOPE_DIM: elements of a query before those that are rotated, a multiple
+//                of 16. ROPE_DIM: elements that are rotated, at most 512. VALUE_DIM: elements of a value
 // grid           (heads, or with latents heads + 1, b), b at most T: block y takes the rows
 //                y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
-// launched after two products, of which the first starts the second behind its own wait, when all that earlier kernels have written is
-//                there: what a step's rows are is read before pdl_wait, and latent_attention starts at once and reads old keys
-// numerics       float32: a warp's rows of up in order, then the warps in order; of a norm a lane's squares in order, then the
-//                lanes; rounded once
+// launched after two products, of which the first releases the second only after its own wait, when all that earlier kernels have written
+//                is there. So positions, slots and tables of the rows are read before pdl_wait, and latent_attention is released at once
+//                and reads old keys
+// numerics       float32 sums, over a warp's rows of up in order, then over the warps in order; the squares of a norm over a lane's
+//                elements in order, then over the lanes; rounded once
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; RMSNorm arXiv 1910.07467, RoPE arXiv 2104.09864
-// layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a
-//                thread, past the L1, because ptxas moves reads of constants behind the wait. A block more appends, a warp a
-//                row
+// layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a thread, past the
+//                L1, because ptxas moves reads of constants behind the wait. One block more appends latents, with a warp for each row
 #if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
@@ -33,7 +34,7 @@
 
 constexpr int kThreads = 256, kWarps = 8;
 constexpr int kWarpRows = NOPE_DIM / kWarps;
-constexpr int kSpans = KV_RANK / 256;  // of 256 columns, 8 a lane
+constexpr int kSpans = KV_RANK / 256;  // spans of 256 columns, 8 for each lane
 constexpr int kHalf = ROPE_DIM / 2;
 static_assert(KV_RANK % 256 == 0 && NOPE_DIM % (2 * kWarps) == 0 && kHalf <= kThreads, "sizes that the kernel does not take");
 
@@ -57,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int d = 0; d < kWarpRows; d++)
 #pragma unroll
     for (int span = 0; span < kSpans; span++) weights[d][span] = load16_past_l1(own + d * KV_RANK + span * 256);
+  // Returns cosine and sine of the row's position for the thread's pair, if it has one.
   const auto angle_of = [&](int row) {
     if (threadIdx.x >= kHalf) return make_float2(0.0f, 0.0f);
     const int slot = load_now(slots + row), position = load_now(positions + row);

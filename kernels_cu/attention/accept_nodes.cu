@@ -1,20 +1,21 @@
-// accept_nodes: the accepted path of each draft tree into pages in fp8, from the codes that its nodes were kept in.
+// accept_nodes: copies the accepted path of each draft tree into pages in fp8, from the arrays that hold the codes of its nodes.
 //
-// codes[l, p, head, i] = nodes[l, path[j], head] and, for i = 0, scales[l, p, head] = node_scales[l, path[j], head], where
-// P + j, j = 0 .. path_length - 1, is place i of page p of the slot; keys and values alike
+// codes[l, p, head, i] = nodes[l, path[j], head] and, for i = 0, scales[l, p, head] = node_scales[l, path[j], head], where position P + j,
+// j = 0 .. path_length - 1, is token i of page p of the slot; keys and values alike
 //
 // k_codes        [layers, P, K heads, 64, D] e4m3; v_codes likewise
 // k_scales       [layers, P, K heads] float32; v_scales likewise
 // k_nodes        [layers, N, K heads, D] e4m3; v_nodes likewise
 // k_node_scales  [layers, N, K heads] float32; v_node_scales likewise
-// trees          [n] DraftTree, nodes of tree t from tree_nodes * t on: slot (-1: nothing is stored), position P of the root, path and its length
+// trees          [n] DraftTree: slot (-1: nothing is stored), position P of the root, path and its length; the nodes of tree t begin at
+//                node tree_nodes * t
 // block_tables   [B, pages_per_sequence] int32
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128
-// grid           (layers * K heads, 2: keys, values, n); block 64; no shared memory
+// grid           (layers * K heads, 2, n): y = 0 copies keys, y = 1 values; block 64; no shared memory
 // numerics       bytes are copied
 // oracle         fp8_pages.accept_nodes
 // source         original
-// layout         A thread copies 16 codes at a time. Nodes and pages are different memory: the order does not matter
+// layout         A thread copies 16 codes at a time. Nodes and pages do not overlap, so the order of copies does not matter
 #if !defined(HEAD_DIM)
 #error "a constant is not defined"
 #endif
@@ -22,10 +23,10 @@
 #include "draft_tree.cuh"
 
 constexpr int kThreads = 64;
-constexpr int kChunks = HEAD_DIM / 16;  // of 16 codes
+constexpr int kChunks = HEAD_DIM / 16;  // 16-byte chunks of a head's codes
 
-// What an earlier kernel of the step wrote is not __restrict__. The next kernel may start only after the wait: later ones
-// read pages early.
+// Pointers to what an earlier kernel of the step wrote are not __restrict__: the compiler might move their loads before pdl_wait. The next
+// kernel is released only after this one's wait, because later kernels read pages before theirs.
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(accept_nodes)(uint8_t* k_codes, uint8_t* v_codes, float* k_scales, float* v_scales, const uint8_t* k_nodes,
                          const uint8_t* v_nodes, const float* k_node_scales, const float* v_node_scales,

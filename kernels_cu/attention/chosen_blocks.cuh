@@ -1,25 +1,26 @@
-// What neighbouring rows of a chunk chose, as one list of blocks for the thread block that takes them: who reads a block,
-// and whether a warpgroup's warps take it together or each for its own row.
+// Merges what neighbouring rows of a chunk chose into one list of blocks for the thread block that takes these rows: it
+// says which rows chose a block, and so which warps read it, and whether a warpgroup's warps take it together or each
+// for its own row.
 #pragma once
 #include "wgmma_attention.cuh"
 
-constexpr int kWarpgroups = 3;  // that multiply: two leave the tensor cores waiting for the softmax more often
+constexpr int kWarpgroups = 3;  // warpgroups that multiply: two would leave the tensor cores waiting for the softmax more often
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
 constexpr int kWarps = kThreads / 32;
-constexpr int kHeads = 16;
+constexpr int kHeads = 16;  // query heads of a row that are multiplied together
 static_assert(GROUP % kHeads == 0, "GROUP must be a multiple of 16");
-constexpr int kTileRows = kWarpgroupRows / kHeads;  // neighbours in a warpgroup's product, at most, one a warp
-constexpr int kRows = kWarpgroups * kTileRows;  // of the block, at most
-constexpr int kReaders = kWarpgroups * 4;       // warps
-constexpr int kNoRow = 31;
+constexpr int kTileRows = kWarpgroupRows / kHeads;  // most rows in a warpgroup's product: neighbours, one for each warp
+constexpr int kRows = kWarpgroups * kTileRows;  // most rows of the thread block
+constexpr int kReaders = kWarpgroups * 4;       // warps that multiply
+constexpr int kNoRow = 31;  // a bit of Entry::rows that is never set
 
-// Where at least kShared / 8 rows of a warpgroup are at a block on average, all is taken together; else the blocks of
-// kTogether rows and more.
+// If on average at least kShared / 8 rows of a warpgroup chose a block that any of them chose, the warpgroup takes all
+// its blocks together; else only those that kTogether or more of its rows chose.
 constexpr int kShared = 18;
 constexpr int kTogether = 3;
 
-// A block that rows chose: where it lies, and a bit for each row of the thread block that chose it; above these bits how
-// many warps are not at it.
+// A block that rows chose: the page where it lies, and a bit for each row of the thread block that chose it. The bits
+// from kAbsentShift on count the warps that do not read it.
 constexpr int kAbsentShift = 16;
 struct Entry {
   int page;
@@ -27,11 +28,12 @@ struct Entry {
 };
 static_assert(kRows <= kAbsentShift && kReaders >> (kNoRow - kAbsentShift) == 0, "and the bit of no row is 0");
 
-// What a thread block works on.
+// The rows of the chunk that a thread block takes. Rows that see everything are left out; the tiles of the grid share
+// the others evenly.
 struct Work {
   int slot, start, count;
-  int first_row, num_rows;  // of the chunk
-  int last_block;           // that any of them sees
+  int first_row, num_rows;  // rows of the chunk
+  int last_block;           // last block of 64 tokens that any of them sees
 
   DEVICE Work(const int* chunk, int dense_context) {
     slot = chunk[0], start = chunk[1], count = chunk[2];
@@ -43,7 +45,7 @@ struct Work {
   }
 };
 
-// A warpgroup's rows of the thread block's.
+// The rows of the thread block that a warpgroup takes.
 struct Share {
   int first, count;
 
@@ -51,11 +53,11 @@ struct Share {
     first = warpgroup * work.num_rows / kWarpgroups;
     count = (warpgroup + 1) * work.num_rows / kWarpgroups - first;
   }
-  // The rows of the share that are among `rows`, a bit each.
+  // Returns the bits of those of `rows` that are in the share, its first row in bit 0.
   DEVICE uint32_t of(uint32_t rows) const { return rows >> first & ((1u << count) - 1); }
 };
 
-// How many warpgroups are at a block that rows chose.
+// Returns how many warpgroups have a row among those that chose a block.
 DEVICE int num_warpgroups(const Work& work, uint32_t rows) {
   int found = 0;
 #pragma unroll
@@ -63,7 +65,8 @@ DEVICE int num_warpgroups(const Work& work, uint32_t rows) {
   return found;
 }
 
-// How many warps are at such a block, where at least `together` rows of a warpgroup take it together.
+// Returns how many warps read such a block: all four of a warpgroup if at least `together` of its rows chose it, else
+// one for each row that did.
 DEVICE int num_readers(const Work& work, uint32_t rows, int together) {
   int readers = 0;
 #pragma unroll
@@ -74,13 +77,14 @@ DEVICE int num_readers(const Work& work, uint32_t rows, int together) {
   return readers;
 }
 
-// How many entries there are, and how many rows of a warpgroup take one together.
+// The number of entries of the list, and from how many of a warpgroup's rows on an entry is taken together.
 struct Listed {
   int num_entries, together;
 };
 
-// Lists in ascending order what the rows chose. `blocks`: of the first row, the next one's `stride` further. All threads;
-// `chosen` is room for a word for each block.
+// Lists the blocks that the rows chose, in ascending order. `blocks` is the choice of the first row, that of the next
+// one lies `stride` elements further. All threads call it. `chosen` is room for a word for each block, `counts` for one
+// for each warp.
 DEVICE Listed list_blocks(const Work& work, const int* blocks, int stride, int num_selected, const int* block_table,
                           uint32_t* chosen, int* counts, Entry* list) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, num_blocks = work.last_block + 1;

@@ -1,4 +1,5 @@
-// Compressed keys of sparse attention: means of windows of keys, stored in the page in which the window ends.
+// compress_keys and compress_path: compressed keys of sparse attention. They are means of windows of keys, stored in
+// the page in which the window ends.
 //
 //   formula   with e = positions[t], of a row of slot s, p = block_tables[s][e / 64], for every KV head:
 //             k1_pages[p, head, e % 64 / 16] = mean of the keys of e - 31 .. e, if 16 divides e + 1 and e >= 31
@@ -14,8 +15,8 @@
 //   numerics  float32, summed token by token from the first, rounded once
 //   oracle    reference/sparse_attention.py append_compressed
 //   source    InfLLM-v2 (arXiv 2509.24663)
-//   layout    a thread sums two neighbouring elements, so that the order of a sum is that of its tokens. Of 16
-//             consecutive rows one ends a window: a block of a chunk takes so many
+//   layout    a thread sums two neighbouring elements, so that the order of a sum is that of its tokens. One of 16
+//             consecutive rows ends a window, so a block of a chunk takes 16 rows
 #if !defined(HEAD_DIM) || !defined(FP8)
 #error "a constant is not defined"
 #endif
@@ -24,7 +25,7 @@
 #include "window_mean.cuh"
 
 constexpr int kFine = 16, kCoarse = kPageTokens;  // tokens between windows; a window is two of these long
-constexpr int kPathWindows = 4;                   // of k1 that end among at most 64 positions
+constexpr int kPathWindows = 4;                   // most windows of k1 that end within a path, which has at most 64 positions
 
 #if FP8
 typedef uint8_t page_t;
@@ -32,12 +33,13 @@ typedef uint8_t page_t;
 typedef scalar_t page_t;
 #endif
 
-// The keys of one KV head in a layer's pages as a slot's block table names them, from this thread's two elements on.
+// The keys of one KV head in a layer, found by position through a slot's block table: of each key this thread's two
+// elements.
 struct Keys {
   const page_t* first;
   const int32_t* block_table;
   int64_t page_stride;
-  const float* scales;  // of this KV head in page 0, with FP8
+  const float* scales;  // scale of this KV head in page 0, with FP8
   int scale_stride;
 
   DEVICE Keys(const page_t* pages, const int32_t* table, int num_kv_heads, int kv_head, const float* k_scales = nullptr)
@@ -56,7 +58,8 @@ struct Keys {
   }
 };
 
-// The window that ends at `end`, if one does: to row end % 64 / STRIDE of the page's rows for the KV head.
+// Stores the mean of the window that ends at position `end`, if one does, as row end % 64 / STRIDE of the KV head's
+// compressed keys in the page of `end`.
 template <int STRIDE>
 DEVICE void compress(scalar_t* compressed_pages, const Keys& keys, int num_kv_heads, int kv_head, int end) {
   const int first = end + 1 - 2 * STRIDE;
@@ -67,9 +70,9 @@ DEVICE void compress(scalar_t* compressed_pages, const Keys& keys, int num_kv_he
   reinterpret_cast<uint32_t*>(row)[threadIdx.x] = mean;
 }
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait. The next kernel may start at once: the choice of blocks reads early only what is older than
-// the kernel before this one.
+// Pointers to what an earlier kernel of the step wrote are not __restrict__: the compiler may take their loads for
+// loads of constants and move them before pdl_wait. The next kernel may start at once: the choice of blocks reads early
+// only what is older than the kernel before this one.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
     KERNEL(compress_keys)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const int32_t* positions,
                           const int32_t* slots, const int32_t* block_tables, int num_rows, int rows_per_block,
@@ -97,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
   }
 }
 
-// The windows that end within the path that a speculative step accepted, in every layer, once its keys have moved. Of blocks
-// on a multiprocessor ptxas would like so many that it spills.
+// Stores the windows that end within the path that a speculative step accepted, in every layer, once its keys have
+// moved. Without the bound of 8 blocks on a multiprocessor ptxas would aim at so many that it spills.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2, 8)
     KERNEL(compress_path)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const DraftTree* trees,
                           const int32_t* block_tables, int num_pages, int num_kv_heads, int pages_per_sequence

@@ -21,34 +21,32 @@
 // blocks         [T, K heads, num_selected] int32, ascending, the row's own block the last, read with SELECTED only; with
 //                SELECTED 2 the rows that see everything are left to prefill_attention: nothing is stored
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
-// constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of a
-//                warp's ring in pages, at least 2. PORTABLE: 1 leaves clusters out on sm_90 and later too. CLUSTER:
-//                blocks that share eight runs: 1, 2, 4 or 8; without clusters it does not count. TEAMS: of four warps
-//                in a block: 1 or 2, with TREE 1. TREE: 1 reads tree_masks and tree_base. WINDOW: how many of a row's
-//                last keys it sees, 0 for all. SELECTED: 1 and 2 read blocks. FP8: 1 reads codes and scales
+// constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of a warp's ring in pages, at
+//                least 2. PORTABLE: 1 leaves clusters out on sm_90 and later too. CLUSTER: blocks that share eight runs: 1, 2, 4 or 8;
+//                without clusters it does not count. TEAMS: teams of four warps in a block: 1 or 2, with TREE 1. TREE: 1 reads tree_masks
+//                and tree_base. WINDOW: how many of a row's last keys it sees, 0 for all. SELECTED: 1 and 2 read blocks. FP8: 1 reads codes
+//                and scales
 // grid           (CLUSTER * a, units * T, b) for a * b clusters of a row;
 //                block (128, TEAMS) in clusters of CLUSTER along x; shared memory
 //                TEAMS * (16 * D * 2 + STAGES * 64 * D * 4) bytes, and in clusters 40 * kHeads * D / CLUSTER more
-// launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: where keys
-//                lie is looked up before pdl_wait. One row's keys are read but for those that this step writes, and so
-//                are, in clusters with CLUSTER * TEAMS < 8, those of a row whose slot no other one of the launch has
+// launched after linear_qkv or rope_append, which release this kernel once all kernels before them have finished: so block tables are read
+//                before pdl_wait. Keys are too, except for those that this step writes, if the launch has one row, or, in clusters with
+//                CLUSTER * TEAMS < 8, if no other row of the launch has the row's slot
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.decode_attention
 // source         Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
-// layout         The query heads of a KV head are the rows of m16n8k16 tiles, so that a page is read once for all of
-//                them (more than 16 heads: several blocks, the later ones out of the L2). A row's pages are cut into
-//                runs by that row's length and the number of splits alone: a row's bits do not depend on its
-//                neighbours. The keys of a tree's path, or of chosen blocks, take the places that they would have
-//                alone: only where they are copied from differs. Of each page a warp takes 16 keys through a ring of
-//                its own, filled by the lanes that read it: no barrier in the stream. A partial is (normalised output,
-//                log2 of the sum of weights). The four warps are merged through shared memory, the blocks of a cluster
-//                by sending each other slices of the output, clusters through the workspace, where the last one to
-//                arrive merges; a short row stays in one cluster. The grid need not cover num_splits: clusters take
-//                several turns, and those that have nothing to do come last. A block takes one of eight runs; of many
-//                rows several, one after another, so that all rows are read at once instead of in waves: then a
-//                cluster's turns are neighbours, and the runs of a team equally far apart. Why not otherwise:
-//                tools/log/attention.md
+// layout         The query heads of a KV head are the rows of m16n8k16 tiles, so that a page is read once for all of them (more than 16
+//                heads: several blocks, the later ones out of the L2). A row's pages are cut into runs by that row's length and the number
+//                of splits alone: a row's bits do not depend on its neighbours. The keys of a tree's path, or of chosen blocks, take the
+//                places that they would have in a sequence of their own: only where they are copied from differs. Of each page a warp takes
+//                16 keys through a ring of its own, filled by the lanes that read it: no barrier in the stream. A partial is (normalised
+//                output, log2 of the sum of weights). The four warps are merged through shared memory, the blocks of a cluster by sending
+//                each other slices of the output, clusters through the workspace, where the last one to arrive merges; a short row stays in
+//                one cluster. The grid need not cover num_splits: clusters take several turns, and those that have nothing to do come last.
+//                A block takes one of the eight runs of a cluster, or, with many rows, several of them one after another, so that all rows
+//                are read at once instead of in waves: then the turns of a cluster are neighbours, and the runs of a team are equally far
+//                apart. What else was tried: tools/log/attention.md
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(PORTABLE) || !defined(CLUSTER) || \
     !defined(TEAMS) || !defined(TREE) || !defined(WINDOW) || !defined(SELECTED) || !defined(FP8)
 #error "a constant is not defined"
@@ -71,7 +69,7 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #if IN_CLUSTERS
 constexpr bool kHasPeers = CLUSTER > 1;
 
-// A run's partial to the blocks that merge its slices. The only block of a cluster keeps it, and sends itself nothing.
+// Passes a run's partial on to the blocks that merge its slices. The only block of a cluster keeps it, and sends itself nothing.
 DEVICE void hand_over(const unsigned char* shared, const unsigned char* results, const float (&log_sums)[kWarps][16],
                       uint32_t barrier, int member) {
   if (kHasPeers) return send_slices(shared, results, log_sums, barrier, member);
@@ -84,20 +82,20 @@ DEVICE void hand_over(const unsigned char* shared, const unsigned char* results,
   });
 }
 
-// Until the partials of `members` runs are there; the barrier's phase has this parity. All threads of the block.
+// Waits until the partials of `members` runs are there; the barrier's phase has this parity. All threads of the block call it.
 DEVICE void await_partials(uint32_t barrier, int members, int parity) {
   if (!kHasPeers) return __syncthreads();
   if (is_first_thread()) mbarrier_arrive_expect(barrier, members * kReceivedBytes);
   mbarrier_wait(barrier, parity);
 }
 
-// Says that what was received has been used. All threads of the block, which then wait with await_peers.
+// Says that what was received has been used. All threads of the block call it, and later wait with await_peers.
 DEVICE void announce_used() {
   if (!kHasPeers) return __syncthreads();
   cluster_announce();
 }
 
-// Until the peers' barriers exist, and what they received before has been used.
+// Waits until the peers' barriers exist, and until they have used what they received before.
 DEVICE void await_peers() {
   if (kHasPeers) cluster_wait();
 }
@@ -114,8 +112,9 @@ DEVICE bool is_alone(const int* slots, int row, int num_rows, int slot) {
   return !__any_sync(0xFFFFFFFFu, is_shared);
 }
 
-// The first pages and the query, by all warps of a team. With `is_early` what is older than the kernel before this one
-// is read before the wait. In clusters of eight the query comes first: steps of 8 rows were not faster otherwise.
+// Loads the query and starts to load the first pages of the ring. All warps of a team call it. With `is_early` what is older than the
+// kernel before this one is read before the wait. Else the query comes first: in clusters of eight, steps of 8 rows were not faster
+// otherwise.
 DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads, Stream& stream,
                   const Keys& keys, bool is_early) {
   Query query;
@@ -128,7 +127,7 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
     query.read(q, heads, load16_written);
   }
   const Stream::NewRow added = stream.fill(keys);
-  pdl_launch_dependents();  // now: a row's few pages would wait 3 us and more behind the next kernel's weights
+  pdl_launch_dependents();  // only now: a row's few pages would wait 3 us and more behind the next kernel's weights
   if (TREE) stream.path.keep(node, stream.page_stride);
   if (is_early) {
     pdl_wait();
@@ -142,6 +141,7 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
   load_query(state, shared_address(shared));
 }
 
+// The attend() of decode_warp.cuh, with nothing to do after the first step.
 DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages, float factor) {
   attend(state, stream, keys, page, num_pages, factor, [] {});
 }
@@ -178,7 +178,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
                        min(kHeads, GROUP - tile * kHeads)};
   if (SELECTED) pdl_wait();  // the kernel before this one chose the pages
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
-  constexpr int kRunsAtOnce = CLUSTER * TEAMS;  // of the cluster's eight
+  constexpr int kRunsAtOnce = CLUSTER * TEAMS;  // runs of the cluster's eight that are attended to at a time
   const bool is_early =
     !SELECTED && (num_rows == 1 || (kRunsAtOnce < kCluster && is_alone(slots, row, num_rows, slot)));
   const uint64_t mask = TREE ? __ldcg(tree_masks + row) : 0;
@@ -186,14 +186,14 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
 #if SELECTED
   const bool chooses = position >= dense_context;
   const int* chosen = chooses ? blocks + ((int64_t)row * num_kv_heads + kv_head) * num_selected : nullptr;
-  // Positions minus places in the list of blocks, for its last blocks, in which a path lies.
+  // A position minus its place in the list of blocks. It holds for the list's last blocks, in which a path lies.
   const int skipped = chooses ? (position / kPageTokens + 1 - num_selected) * kPageTokens : 0;
   if (SELECTED == 2 && slot >= 0 && !chooses) return;
 #else
   const int* chosen = nullptr;
   constexpr int skipped = 0;
 #endif
-  // What lies from the base on is read last: early it is not there yet, and a path has to be looked up.
+  // Keys from the base on are read last: before the wait they are not there yet, and those of a path have to be looked up.
   Keys keys = {position + 1 - skipped, TREE || is_early ? base - skipped : position + 1 - skipped};
   if (slot < 0 || keys.length <= 0) {
     pdl_wait();
@@ -208,7 +208,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
   if (first_cluster >= used_clusters) return;
   const int turns = kNeighbours ? min(most_turns, used_clusters - first_cluster)
                                 : divided(used_clusters - first_cluster + step - 1, step);
-  if (kNeighbours) cut.num_runs = min(cut.num_runs, (first_cluster + turns) * kCluster);  // those of this cluster
+  if (kNeighbours) cut.num_runs = min(cut.num_runs, (first_cluster + turns) * kCluster);  // up to the last one of this cluster
   __shared__ uint64_t received;
   const uint32_t barrier = shared_address(&received);
 #if IN_CLUSTERS
@@ -258,7 +258,7 @@ extern "C" __global__ void CLUSTER_LAUNCH __launch_bounds__(TEAMS * kThreads, TE
   for (int turn = 0; turn < turns; ++turn, target.cluster += step) {
     const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
 #if IN_CLUSTERS
-    if (first_member >= members) await_peers();  // as below
+    if (first_member >= members) await_peers();  // a block without a run takes part in the barrier below too
 #endif
     for (int member = first_member; member < members; member += kRunsAtOnce) {
       const int run = target.cluster * kCluster + member, page = cut.first_page + run * cut.run_pages;

@@ -1,20 +1,21 @@
-// What a block of decode attention does beside reading pages: the query's tile, and merging the results of its warps, of
-// the blocks of a cluster, and of clusters through the workspace.
+// Parts of a block of decode attention beside the reading of pages: the tile of query rows, and merging the results of
+// its warps, of the blocks of a cluster, and of clusters through the workspace.
 #pragma once
 #include "partials.cuh"
 #include "decode_warp.cuh"
 
 constexpr int kWarps = kSlices;
-constexpr int kThreads = 32 * kWarps;      // of a team
+constexpr int kThreads = 32 * kWarps;      // threads of a team
 constexpr int kTiles = (GROUP + 15) / 16;  // blocks that share a KV head
 constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
 constexpr int kVectors = kHeads * HEAD_DIM / 4;  // float4 pieces of the block's output
-constexpr int kSlice = kVectors / CLUSTER;       // those that a block merges
+constexpr int kSlice = kVectors / CLUSTER;       // pieces that one block of a cluster merges
 static_assert(kVectors % CLUSTER == 0, "slices are equal: peers count their bytes");
 constexpr int kQueryBytes = 16 * kRowBytes;
 constexpr int kTeamBytes = kQueryBytes + kWarps * STAGES * kStageBytes;
 static_assert(16 * HEAD_DIM * 4 == kStageBytes, "a warp's output takes a place of its ring");
 
+// Waits for all threads of the calling thread's team.
 DEVICE void team_barrier() {
   if (TEAMS == 1) {
     __syncthreads();
@@ -31,14 +32,15 @@ struct Heads {
   int count;
 };
 
+// Stores four elements, number `vector` of the block's heads, if they belong to a head that exists.
 DEVICE void store_vector(scalar_t* out, const Heads& heads, int vector, float4 value) {
   if (vector / (HEAD_DIM / 4) >= heads.count) return;
   *reinterpret_cast<uint2*>(out + heads.offset + vector * 4) =
     make_uint2(pack2(value.x, value.y), pack2(value.z, value.w));
 }
 
-// The query's tile in 16-byte pieces of each thread's, read through registers: not with the copies of the pages, which
-// nobody has to wait for then.
+// A thread's 16-byte pieces of the tile of query rows. They are read through registers, not with the copies of pages,
+// so that waiting for the query does not mean waiting for pages.
 struct Query {
   static constexpr int kPieces = (16 * kRowChunks + kThreads - 1) / kThreads;
   uint4 pieces[kPieces];
@@ -61,6 +63,7 @@ struct Query {
   }
 };
 
+// Stores zeros as the output of the block's heads. One team calls it.
 DEVICE void store_zeros(scalar_t* out, const Heads& heads) {
   for (int i = threadIdx.x; i < kVectors; i += kThreads) {
     store_vector(out, heads, i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
@@ -69,13 +72,13 @@ DEVICE void store_zeros(scalar_t* out, const Heads& heads) {
 
 // ---- merging partial results
 
-// Byte offset of four elements of a warp's published output. Rows 0 to 3 and 4 to 7, which a store of 8 bytes a lane
-// writes together, are in different banks.
+// Byte offset of vector `vector` of a row in a warp's published output. Rows 0 to 3 and 4 to 7, which a store of 8
+// bytes a lane writes together, are in different banks.
 DEVICE int published_offset(int row, int vector) {
   return (row * (HEAD_DIM / 4) + (vector ^ (row % 4 * 2 + row / 4 % 2))) * 16;
 }
 
-// The warp's normalised output and log_sums, into a place of its ring that nobody reads any more.
+// Stores the warp's normalised output, and log_sums for its rows, into a place of its ring that nobody reads any more.
 DEVICE void publish_warp(const WarpState& state, uint32_t out, float* log_sums) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -96,7 +99,8 @@ DEVICE void publish_warp(const WarpState& state, uint32_t out, float* log_sums) 
   }
 }
 
-// visit(vector, merged) for all vectors of the block's partial; `results`: what the first warp published.
+// Merges the results of the four warps and calls visit(vector, merged) for each of the thread's vectors. `results` is
+// what the first warp published.
 template <typename Visit>
 DEVICE void merge_warps(const unsigned char* results, const float (&warp_log_sums)[kWarps][16], Visit visit) {
 #pragma unroll
@@ -111,7 +115,7 @@ DEVICE void merge_warps(const unsigned char* results, const float (&warp_log_sum
   }
 }
 
-// Where a row's values go, by cluster of those that share it.
+// The destination of a row's values: `out`, or the workspace, by cluster, if several clusters share the row.
 struct Target {
   scalar_t* out;
   float* partials;
@@ -129,15 +133,16 @@ struct Target {
     }
   }
 
-  // The last cluster to arrive merges the slice and stores it in `out`; without clusters THREADS of its threads do.
+  // Merges the partials of all clusters and stores the result in `out`. The last cluster to arrive calls it, each block
+  // for its slice; without clusters THREADS threads of the last block do.
   template <int THREADS = kThreads>
   DEVICE void merge_clusters(const Heads& heads, int rank) const {
 #if IN_CLUSTERS
     for (int vector = rank * kSlice + threadIdx.x; vector < (rank + 1) * kSlice; vector += kThreads)
       store_vector(out, heads, vector, merge<kMergeBatch>(used_clusters, [&](int i) { return partial(i, vector); }).out);
 #else
-    // There are more partials, and a thread has several vectors: their loads wait together. How many partials are added at
-    // a time decides a result's last bits.
+    // There are more partials, and a thread has several vectors: their loads wait together. kBatch, the number of
+    // partials that are added at a time, decides a result's last bits.
     constexpr int kOwn = (kVectors + THREADS - 1) / THREADS, kBatch = 32 / ((kVectors + kThreads - 1) / kThreads);
     const auto vector_of = [&](int own) { return own * THREADS + static_cast<int>(threadIdx.x); };
     Mean means[kOwn];
@@ -155,11 +160,11 @@ struct Target {
 
 // ---- in clusters
 
-constexpr int kReceivedOffset = TEAMS * kTeamBytes;  // [run][slice] outputs, then log sums
+constexpr int kReceivedOffset = TEAMS * kTeamBytes;  // offset of what peers send: outputs [run][vector of the slice], then log sums
 constexpr int kReceivedSums = kCluster * kSlice * 16;
-constexpr int kReceivedBytes = 20 * kSlice;          // of each run
+constexpr int kReceivedBytes = 20 * kSlice;          // bytes that arrive for each run
 
-// The barrier that counts what peers send; all threads announce it to the cluster.
+// Initialises the barrier that counts what peers send, and announces it to the cluster. All threads call it.
 DEVICE void prepare_received(uint32_t barrier) {
   if (is_first_thread()) {
     mbarrier_init(barrier, 1);
@@ -169,8 +174,8 @@ DEVICE void prepare_received(uint32_t barrier) {
   cluster_announce();
 }
 
-// The slices of a run's partial to the peers that merge them, from `first_peer` on; `member`: the run's place among the eight
-// that they merge.
+// Merges the warps' results of a run and sends each slice to the peer that merges it; `first_peer` is the rank of the
+// first of these peers, `member` the run's place among the eight that they merge.
 DEVICE void send_slices(const unsigned char* shared, const unsigned char* results, const float (&log_sums)[kWarps][16],
                         uint32_t barrier, int member, int first_peer = 0) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
@@ -180,7 +185,7 @@ DEVICE void send_slices(const unsigned char* shared, const unsigned char* result
   });
 }
 
-// visit(i, merged) of each vector of the block's slice, from `members` runs that have been sent.
+// Calls visit(i, merged) for each vector of the block's slice, merged from `members` runs that have been received.
 template <typename Visit>
 DEVICE void merge_received(const unsigned char* shared, int members, Visit visit) {
   const uint32_t received = shared_address(shared) + kReceivedOffset;
@@ -192,7 +197,7 @@ DEVICE void merge_received(const unsigned char* shared, int members, Visit visit
   }
 }
 
-// The same, kept where the row's values go.
+// Merges the vectors of the block's slice from `members` runs and keeps them where the row's values go.
 DEVICE void merge_slices(const unsigned char* shared, const Heads& heads, const Target& target, int rank, int members) {
   merge_received(shared, members, [&](int i, const Partial& merged) { target.keep(heads, rank * kSlice + i, merged); });
 }

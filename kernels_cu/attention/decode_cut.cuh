@@ -1,9 +1,9 @@
-// Which keys a row of decode_attention sees, and how their pages are cut into runs: by that row's length and the number
-// of splits alone, so that every kernel that attends to them in this order gives the same bits.
+// The keys that a row of decode attention sees, and the cut of their pages into runs. The cut depends on that row's
+// length and the number of splits alone, so that every kernel that attends in this order gives the same bits.
 #pragma once
 #include "attention.cuh"
 
-// A kernel without one of these options attends as with 0.
+// The values of these options in a kernel that does not define them.
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -36,30 +36,33 @@
 #define CLUSTER 1
 #endif
 
-// How many runs are merged without going through memory, and up to how many pages a row is cut into that many alone:
-// cheaper than merging through the workspace.
+// kCluster runs are merged without going through memory. A row of at most kClusterPages pages is cut into no more than
+// these: that is cheaper than merging through the workspace.
 constexpr int kCluster = IN_CLUSTERS ? 8 : 1;
 constexpr int kClusterPages = IN_CLUSTERS ? 32 : 4;
-constexpr int kLeastPages = IN_CLUSTERS ? 1 : 2;  // of a run, where a page more takes less time than a result more to merge
-constexpr int kMergeBatch = 8;                // clusters read at a time
+constexpr int kLeastPages = IN_CLUSTERS ? 1 : 2;  // least pages of a run: a page more takes less time than a result more to merge
+constexpr int kMergeBatch = 8;                // clusters whose partials are read at a time
 
-constexpr int kSlices = 4;                    // of a page, each a warp's
-constexpr int kKeys = kPageTokens / kSlices;  // of a slice
+constexpr int kSlices = 4;                    // slices of a page, one for each warp
+constexpr int kKeys = kPageTokens / kSlices;  // keys of a slice
 
-// The keys of a row, by position, or by their place among those of the blocks that it chose: none from `length` on, none
-// before the window. Those below `old` were in the cache before this step.
+// The keys that a row sees, numbered by position, or by their place in the blocks that it chose: those below `length`,
+// but not those before its window. Those below `old` were in the cache before this step.
 struct Keys {
   int length, old;
 
   DEVICE int first() const { return WINDOW > 0 ? max(length - WINDOW, 0) : 0; }
+  // Whether the row sees all kKeys keys from `from` on.
   DEVICE bool all_visible(int from) const { return from + kKeys <= length && (WINDOW == 0 || from >= first()); }
   DEVICE bool visible(int key) const { return key < length && (WINDOW == 0 || key >= first()); }
 };
 
-// a / b, for counts below 2^20: a quotient is at least 0.5 / b away from the next integer, and the error less.
+// Returns a / b, rounded down, for counts below 2^20: a quotient is at least 0.5 / b away from the next integer, and
+// the error less.
 DEVICE int divided(int a, int b) { return __float2int_rz((a + 0.5f) * reciprocal_fast(static_cast<float>(b))); }
 
-// How the pages that a row sees are cut: pages of a run, and how many runs there are.
+// The cut of the pages that a row sees: num_pages pages from first_page on make num_runs runs of run_pages pages each;
+// only the last run may have fewer.
 struct Cut {
   int first_page, num_pages, run_pages, num_runs;
 
@@ -70,12 +73,14 @@ struct Cut {
     run_pages = max(kLeastPages, divided(num_pages + wanted - 1, wanted));
     num_runs = divided(num_pages + run_pages - 1, run_pages);
   }
-  // Steps of `at_once` pages in the runs `first`, first + stride and so on: only the last of all runs is shorter.
+  // Returns how many steps, each of at most `at_once` pages of one run, the runs `first`, first + stride and so on
+  // take.
   DEVICE int steps_of(int first, int stride, int at_once) const {
     if (first >= num_runs) return 0;
     const int others = divided(num_runs - 1 - first, stride), last = first + others * stride;
     const int pages = min(run_pages, num_pages - last * run_pages);
     return others * ((run_pages + at_once - 1) / at_once) + (pages + at_once - 1) / at_once;
   }
+  // Groups of kCluster runs, which are merged together.
   DEVICE int clusters() const { return (num_runs + kCluster - 1) / kCluster; }
 };

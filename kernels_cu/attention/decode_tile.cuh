@@ -3,14 +3,15 @@
 #pragma once
 #include "decode_cut.cuh"
 
+// A warp's state for a tile of 16 query rows, of which a lane has two: lane / 4, and lane / 4 + 8.
 struct WarpState {
   uint32_t q[kDimSteps][4];
   float out[kDimTiles][4];
-  float max[2];  // of scale * log2(e) * score
-  float sum[2];  // this lane's part
+  float max[2];  // maxima of scale * log2(e) * score
+  float sum[2];  // this lane's part of the sums of weights
 };
 
-// No key seen yet; q stays.
+// Begins a run, with no key seen yet. The queries stay.
 DEVICE void begin_run(WarpState& state) {
 #pragma unroll
   for (int n = 0; n < kDimTiles; ++n)
@@ -29,8 +30,8 @@ struct TileRow {
   DEVICE uint32_t chunk(int index) const { return start + ((index ^ phase) << 4); }
 };
 
-// Two key tiles, of which a lane reads its row lane_row_b; even and odd k-steps in accumulators of their
-// own, for four independent chains of products.
+// Scores of 16 keys, in two tiles of 8; `k_row` is key lane_row_b. Even and odd k-steps have accumulators of their own,
+// for four independent chains of products.
 DEVICE void score_tile(float (&scores)[2][4], const WarpState& state, const TileRow& k_row) {
   const int lane = threadIdx.x & 31;
   float parts[2][2][4] = {};
@@ -47,7 +48,7 @@ DEVICE void score_tile(float (&scores)[2][4], const WarpState& state, const Tile
     for (int i = 0; i < 4; ++i) scores[n][i] = parts[0][n][i] + parts[1][n][i];
 }
 
-// `keys`: of rows 0 to 7 and of rows 8 to 15.
+// Hides keys that a row does not see. `keys` are those of rows 0 to 7 and of rows 8 to 15.
 DEVICE void mask_tile(float (&scores)[2][4], int first_key, const Keys (&keys)[2]) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -59,7 +60,7 @@ DEVICE void mask_tile(float (&scores)[2][4], int first_key, const Keys (&keys)[2
   }
 }
 
-// Of the tile's rows 0 to 7 and 8 to 15, the lane's part.
+// Stores in `tops` the lane's largest score of each of its two rows.
 DEVICE void find_tops(float* tops, const float (&scores)[2][4]) {
 #pragma unroll
   for (int half = 0; half < ROW_HALVES; ++half) {
@@ -68,8 +69,8 @@ DEVICE void find_tops(float* tops, const float (&scores)[2][4]) {
   }
 }
 
-// Scores become weights 2^(factor * score - max), `tops` being the largest scores of the rows; sums are brought to the new
-// maximum, to which the output comes with `keep`.
+// Turns scores into weights 2^(factor * score - max); `tops` are the largest scores of the rows. Sums are brought to
+// the new maximum here; `keep` becomes the factors that bring the output to it.
 DEVICE void weigh_tile(float (&scores)[2][4], float* keep, WarpState& state, const float* tops, float factor) {
 #pragma unroll
   for (int half = 0; half < ROW_HALVES; ++half) {
@@ -87,6 +88,7 @@ DEVICE void weigh_tile(float (&scores)[2][4], float* keep, WarpState& state, con
   }
 }
 
+// Brings the output to the new maximum.
 DEVICE void scale_output(WarpState& state, const float* keep) {
 #pragma unroll
   for (int n = 0; n < kDimTiles; ++n)
@@ -94,7 +96,7 @@ DEVICE void scale_output(WarpState& state, const float* keep) {
     for (int i = 0; i < 2 * ROW_HALVES; ++i) state.out[n][i] *= keep[i / 2];
 }
 
-// Weights of a tile, and the output brought to the new maximum.
+// Turns the scores of a tile into weights, and brings sums and output to the new maximum.
 DEVICE void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) {
   float tops[ROW_HALVES], keep[ROW_HALVES];
   find_tops(tops, scores);
@@ -103,7 +105,7 @@ DEVICE void softmax_tile(float (&scores)[2][4], WarpState& state, float factor) 
   scale_output(state, keep);
 }
 
-// 16 values as operands of products. A lane reads its row lane_row_a of v.
+// 16 values as operands of products. `v_row` is the value of row lane_row_a.
 struct Values {
   uint32_t b[kDimSteps][4];
 
@@ -125,7 +127,7 @@ DEVICE void accumulate_values(WarpState& state, const float (&weights)[2][4], co
   }
 }
 
-// out += weights v. A lane reads its row lane_row_a of v.
+// out += weights v. `v_row` is the value of row lane_row_a.
 DEVICE void accumulate_tile(WarpState& state, const float (&weights)[2][4], const TileRow& v_row) {
   const int lane = threadIdx.x & 31;
   const uint32_t a[4] = {pack2(weights[0][0], weights[0][1]), pack2(weights[0][2], weights[0][3]),

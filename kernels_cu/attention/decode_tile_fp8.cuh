@@ -1,23 +1,25 @@
 // The tile of decode_tile.cuh with keys and values in fp8: 16 rows of e4m3 codes in shared memory, D bytes each.
 //
 // Scores are sums over dimensions, whose order is free: a lane takes eight neighbouring codes of a key for two k-steps,
-// and of four codes in a word the even ones make one pair of the product's operand, the odd ones the other; the query is
-// held in that order. ldmatrix moves two codes of values as one element: a lane gets even dimensions for one tile of
-// the output and odd ones for the next. Codes become fp16, exactly, which is the shortest way, whatever scalar_t is; a
-// page's scale is a power of two, which scores take as they are and values through the weights.
+// and of four codes in a word the even ones make one pair of the product's operand, the odd ones the other; the query
+// is held in that order. ldmatrix moves two codes of values as one element: a lane gets even dimensions for one tile of
+// the output and odd ones for the next. Codes become fp16 whatever scalar_t is: that is exact, and takes the fewest
+// instructions. A page's scale is a power of two, by which scores are multiplied directly, and values through the
+// weights.
 #pragma once
 #include "decode_tile.cuh"
 
 constexpr int kTileBytes = kKeys * HEAD_DIM;
-constexpr int kAtOnce = 2;  // pages: half the bytes leave half the time, which one page's chain of operations exceeds
+constexpr int kAtOnce = 2;  // pages taken together: half the bytes leave half the time, which one page's chain of operations exceeds
 constexpr int kCodeChunks = HEAD_DIM / 16;  // 16-byte chunks of a row of codes
 
-// Byte offset of a chunk in a tile of rows of codes. Of eight rows the same chunk lies in eight places of 128 bytes, for
-// ldmatrix, and of four rows two neighbouring chunks do, for a lane's eight codes.
+// Byte offset of a row's 16-byte chunk in a tile of codes. The same chunk of eight rows lies in eight different places
+// of 128 bytes, as ldmatrix reads it; so do two neighbouring chunks of four rows, of which each lane reads eight codes.
 DEVICE int swizzled_codes(int row, int chunk) {
   const int pair = HEAD_DIM == 128 ? row & 3 : HEAD_DIM == 64 ? row >> 1 & 1 : 0;
   return row * HEAD_DIM + ((chunk ^ (pair << 1) ^ (row >> 2 & 1)) << 4);
 }
+// Byte offset of a row's 16-byte chunk in a tile that is copied from a page.
 DEVICE int copied_place(int row, int chunk) { return swizzled_codes(row, chunk); }
 
 // A row of codes of keys or values that a lane reads.
@@ -41,45 +43,50 @@ DEVICE void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
       : "r"(pairs));
 }
 #else
-constexpr float kCodeUnit = 1.0f / 256.0f;  // where the exponents of e4m3 stand in those of fp16
+constexpr float kCodeUnit = 1.0f / 256.0f;  // the bits of e4m3, moved to where they stand in fp16, give so much of the value
 DEVICE void split_codes(uint32_t& even, uint32_t& odd, uint32_t codes) {
   even = (codes << 8 & 0x80008000u) | (codes << 7 & 0x3F803F80u);
   odd = (codes & 0x80008000u) | (codes >> 1 & 0x3F803F80u);
 }
 #endif
-// What is left in sums of weighted codes: weights are multiplied by it, for those that are small are subnormal in fp16.
+// Weights are multiplied by kWeightUnit, since small ones would be subnormal in fp16. kOutputUnit takes this factor,
+// and kCodeUnit, out of the sums of weighted codes.
 constexpr float kWeightUnit = 256.0f;
 constexpr float kOutputUnit = 1.0f / (kWeightUnit * kCodeUnit);
 
-// What scores are multiplied by, and weights, of keys and values with these scales.
+// The factors of the scores, and of the weights, for a page with this scale.
 DEVICE float key_factor(float scale) { return scale / kCodeUnit; }
 DEVICE float value_factor(float scale) { return scale * kWeightUnit; }
 
-// Scales of a KV head, of 32 consecutive steps of a block, one a lane: of those located last, and of those attended to.
-// They are read long before they are needed, past the L1, which may hold what was there before this step.
+// Scales of the pages of a KV head for 32 consecutive steps of a block, a step in each lane: for the steps located last
+// (`next_`), and for those that are attended to. They are read long before they are needed, past the L1, which may hold
+// what was there before this step.
 struct PageScales {
-  const float *k_scales, *v_scales;  // of page 0
+  const float *k_scales, *v_scales;  // scales of page 0
   int stride;
-  const float *k_node_scales, *v_node_scales;  // of node 0, with TREE only
-  int step;  // that is attended to
+  const float *k_node_scales, *v_node_scales;  // scales of node 0, with TREE only
+  int step;  // the step that is attended to
   float next_k[kAtOnce], next_v[kAtOnce], k[kAtOnce], v[kAtOnce];
 
+  // Reads the scales of page i of the lane's step; a page that does not exist (-1) has 1.
   DEVICE void load(int i, int page_id) {
     next_k[i] = next_v[i] = 1.0f;
     if (page_id < 0) return;
     next_k[i] = __ldcg(k_scales + static_cast<int64_t>(page_id) * stride);
     next_v[i] = __ldcg(v_scales + static_cast<int64_t>(page_id) * stride);
   }
-  // `node`: its number times the stride.
+  // Reads the scales of a page whose first token is a node. `node`: the node's number times num_kv_heads.
   DEVICE void load_node(int i, int64_t node) {
     next_k[i] = __ldcg(k_node_scales + node);
     next_v[i] = __ldcg(v_node_scales + node);
   }
+  // Takes over the scales located last, before the first of 32 steps. Called before each step.
   DEVICE void attend() {
     if (step % 32 != 0) return;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) k[i] = next_k[i], v[i] = next_v[i];
   }
+  // Return the factor of the scores, and of the weights, for page i of the step. Called by whole warps.
   DEVICE float of_keys(int i) const { return key_factor(__shfl_sync(0xFFFFFFFFu, k[i], step % 32)); }
   DEVICE float of_values(int i) const { return value_factor(__shfl_sync(0xFFFFFFFFu, v[i], step % 32)); }
   DEVICE void next() { ++step; }
@@ -91,7 +98,8 @@ DEVICE uint32_t pack_fp16(float low, float high) {
   return pair;
 }
 
-// Two neighbours of the query. bf16 has fewer bits, but a wider range.
+// Converts two neighbouring elements of the query to fp16. bf16 has fewer bits, but a wider range: larger values are
+// clamped.
 DEVICE uint32_t query_pair(uint32_t pair) {
 #ifdef CPMRT_BF16
   constexpr float kLargest = 65504.0f;
@@ -110,7 +118,7 @@ DEVICE void mma_fp16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The warp's query from its tile of rows of scalar_t.
+// Loads the warp's query from its tile of rows of scalar_t, in the order of dimensions that codes have.
 DEVICE void load_query(WarpState& state, uint32_t tile) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -127,7 +135,7 @@ DEVICE void load_query(WarpState& state, uint32_t tile) {
   }
 }
 
-// The rows of 16 keys that a lane reads; find(key): the row of one of them.
+// The rows of 16 keys that a lane reads. find(key) returns the row of one of them.
 struct KeyRows {
   CodeRow rows[2];
 
@@ -135,6 +143,7 @@ struct KeyRows {
   DEVICE explicit KeyRows(Find find) : rows{find((threadIdx.x & 31) / 4), find(8 + (threadIdx.x & 31) / 4)} {}
 };
 
+// Scores of 16 keys for the warp's query rows, multiplied by `k_scale`.
 DEVICE void score_rows(float (&scores)[2][4], const WarpState& state, const KeyRows& keys, float k_scale) {
   const int lane = threadIdx.x & 31;
   float parts[2][2][4] = {};
@@ -158,7 +167,8 @@ DEVICE void score_rows(float (&scores)[2][4], const WarpState& state, const KeyR
     for (int i = 0; i < 4; ++i) scores[n][i] = (parts[0][n][i] + parts[1][n][i]) * k_scale;
 }
 
-// Does what softmax_tile does for the tiles of all pages at once; most leave every maximum, then nothing is multiplied.
+// Does what softmax_tile does, for the tiles of all pages together. Most of them leave every maximum as it is: then the
+// output is not multiplied.
 DEVICE void softmax_at_once(float (&scores)[kAtOnce][2][4], WarpState& state, float factor) {
   float keep[2];
 #pragma unroll
@@ -189,7 +199,7 @@ DEVICE void softmax_at_once(float (&scores)[kAtOnce][2][4], WarpState& state, fl
     for (int i = 0; i < 4; ++i) state.out[n][i] *= keep[i / 2];
 }
 
-// Output tile 2 c has the even dimensions of chunk c, tile 2 c + 1 the odd ones.
+// out += weights v, of 16 values. Output tile 2 c has the even dimensions of chunk c, tile 2 c + 1 the odd ones.
 DEVICE void accumulate_row(WarpState& state, const float (&weights)[2][4], const CodeRow& v_row, float v_scale) {
   const int lane = threadIdx.x & 31;
   uint32_t a[4];
@@ -213,8 +223,8 @@ DEVICE void accumulate_row(WarpState& state, const float (&weights)[2][4], const
   }
 }
 
-// Four elements of a query row that a lane holds in tiles 2 pair and 2 pair + 1 of the output: two from first_element() on,
-// and the two kSecondElements further on.
+// output_vector returns four elements of a query row that a lane holds in tiles 2 pair and 2 pair + 1 of the output:
+// two from dimension first_element() on, and the two kSecondElements further on.
 constexpr int kSecondElements = 2;
 DEVICE int first_element(int pair, int lane) { return pair * 16 + lane % 4 * 4; }
 DEVICE float4 output_vector(const WarpState& state, int pair, int half, float inverse) {
@@ -223,7 +233,8 @@ DEVICE float4 output_vector(const WarpState& state, int pair, int half, float in
   return make_float4(even[0] * factor, odd[0] * factor, even[1] * factor, odd[1] * factor);
 }
 
-// A half of the lane's rows: two dimensions of each tile, so that tiles 2 c and 2 c + 1 give four neighbours.
+// Stores the normalised output of one of the lane's rows; to(vector) is the shared address of four elements. The lane
+// has two dimensions of each tile, so that tiles 2 c and 2 c + 1 give four neighbours.
 template <typename To>
 DEVICE void publish_row(const WarpState& state, int half, float inverse, To to) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// One warp of decode_attention: where the keys of a row lie, and a warp's 16 keys of each page through its own ring.
+// One warp of decode_attention: finds the keys of a row, and takes its 16 keys of each page through a ring of its own.
 #pragma once
 #include "page_tiles.cuh"
 
@@ -6,20 +6,21 @@ constexpr int kHalfPlace = kAtOnce * kTileBytes;  // keys, then values, of the p
 constexpr int kStageBytes = 2 * kHalfPlace;
 constexpr int kAllKeys = 0x7FFFFFFF;
 
+// A node of a tree: its number on the row's path, and where it lies.
 struct PathNode {
-  int step, page, token;  // step -1: of no path
+  int step, page, token;  // step -1: it is not on the path
 };
 
-// The keys of a row from place `base` on: node i of the tree is at location first + i, and the path goes through the set
-// bits of `mask`. Elements from the first token of a KV head in page 0 to each, in shared memory. In fp8 nodes lie in arrays
-// of their own, in their own order: elements from node 0.
+// The keys of a row from number `base` on, which are nodes of a draft tree: node i is at location first + i, and the
+// path goes through the set bits of `mask`. `offsets`, in shared memory, has for each of them the elements from the KV
+// head's first token in page 0 to it; in fp8, where nodes lie in arrays of their own in their own order, from node 0.
 struct Path {
   int64_t* offsets;
   int first, base;
   uint64_t mask;
-  const page_t *k_nodes, *v_nodes;  // of the KV head, with FP8 only
+  const page_t *k_nodes, *v_nodes;  // node 0 of the KV head, with FP8 only
 
-  // Finds where the nodes lie; all threads of the block call it, each for a node.
+  // Finds where a node lies. All threads of the block call it, each for a node.
   DEVICE PathNode look_up(const int* block_table) const {
     const int node = threadIdx.x, location = first + node;
     if (node >= kMaxNodes || !(mask >> node & 1)) return {-1, 0, 0};
@@ -27,6 +28,7 @@ struct Path {
     if (FP8) return {step, 0, node};
     return {step, __ldcg(block_table + location / kPageTokens), location % kPageTokens};
   }
+  // Stores what look_up found in `offsets`, for all threads of the block, which call it. Ends with a barrier.
   DEVICE void keep(const PathNode& node, int64_t page_stride) const {
     const int64_t token_stride = FP8 ? page_stride / kPageTokens : HEAD_DIM;  // a node has all KV heads
     if (node.step >= 0) offsets[node.step] = node.page * page_stride + node.token * token_stride;
@@ -34,8 +36,9 @@ struct Path {
   }
 };
 
-// 16 rows; those from `valid` on are zeroed: they were never written and 0 * NaN would stay. Valid rows from `old` on are
-// left out. Most tiles are whole; what the others need is a loop, since short code starts soon.
+// Starts the copies of 16 rows. Those from `valid` on become zeros: they were never written, and 0 * NaN would stay
+// NaN. Valid rows from `old` on are left out. Most tiles are whole; what the others need is a loop, since short code
+// starts soon.
 DEVICE void load_tile(uint32_t dst, const page_t* rows, int valid, int old) {
   const int lane = threadIdx.x & 31;
   if (min(valid, old) >= kKeys) {
@@ -55,7 +58,8 @@ DEVICE void load_tile(uint32_t dst, const page_t* rows, int valid, int old) {
   }
 }
 
-// Loads a tile that begins at position `before` and has rows from the base on. `head`: what offsets of nodes count from.
+// Does what load_tile does, for a tile that begins with key `before` and has keys from the path's base on. Offsets of
+// nodes count from `head`.
 DEVICE void load_path_tile(uint32_t dst, const page_t* rows, const page_t* head, const Path& path, int before,
                            int valid, int old) {
 #pragma unroll 1
@@ -67,40 +71,41 @@ DEVICE void load_path_tile(uint32_t dst, const page_t* rows, const page_t* head,
   }
 }
 
-// The pages of a block's runs, one run after another, through a warp's ring, and after each run room for its result: so
-// pages of the next run are on their way while a result is merged. K and V of a place of the ring are cp.async groups of
-// their own: at every wait exactly the 2 * STAGES - 1 youngest groups may still be in flight.
+// The pages of a block's runs, one run after another, through a warp's ring, and after each run a place for its result:
+// so pages of the next run are on their way while a result is merged. Keys and values of a place of the ring are
+// cp.async groups of their own: at every wait exactly the 2 * STAGES - 1 youngest groups may still be in flight.
 struct Stream {
-  const page_t *k_rows, *v_rows;  // of this warp in page 0
+  const page_t *k_rows, *v_rows;  // the warp's rows in page 0
   int64_t page_stride;
   Path path;
-  const int* block_table;  // of the slot
+  const int* block_table;  // the slot's
   const int* chosen;       // the row's blocks, if it chose some
   uint32_t ring;
   int first_page, run_pages;
-  int first_run, run_stride;  // of the block's runs
-  int count;                  // steps of all of them: kAtOnce pages, or what is left of a run
-  int num_pages;              // of the row
+  int first_run, run_stride;  // the block's first run, and the distance between its runs
+  int count;                  // steps of all its runs: kAtOnce pages, or what is left of a run
+  int num_pages;              // pages of the row
   PageScales scales = {};
-  int step = 0, step_of_run = 0, stage = 0;  // what is loaded next
-  // Of 32 consecutive steps of the block, one a lane: the first page of the row, the pages' places in memory (-1: there
-  // is none in the run).
+  int step = 0, step_of_run = 0, stage = 0;  // the step that is loaded next, its number in its run, its place in the ring
+  // For 32 consecutive steps, one a lane: the number of the step's first page in the row or in the list of its blocks,
+  // and where its pages lie in memory (-1: the run has no such page).
   int numbers, ids[kAtOnce];
 #if RECEIVED_ROW
-  uint32_t received = 0;  // the newest key, then its value, in shared memory, once they are there
+  uint32_t received = 0;  // shared address of the newest key, then its value, once they are there
 #endif
 #if LISTED_LATE
-  int known_from = 0, skipped_pages = 0;  // in the list: from this place on it is known, by so many less than the block
-  int missing = 0;                        // of the first run's pages
-  int known_steps = 0;
-  bool is_listed = false;
+  int known_from = 0, skipped_pages = 0;  // places in the list from known_from on are known without it: blocks place + skipped_pages
+  int missing = 0;                        // pages that the first run lacks
+  int known_steps = 0;  // steps, the first ones, whose pages are known without the list
+  bool is_listed = false;  // whether the list has been waited for
 
+  // Prepares a stream that goes back from the block's last run to its first; known_from and skipped_pages are given.
   DEVICE void know(int known, int skipped) {
     known_from = known, skipped_pages = skipped;
     if (count == 0) return;
     const int end = (first_run + 1) * run_pages;
     missing = step_of_run = max(end - num_pages, 0);
-    const int unknown_run = divided(known_from + run_pages - 1, run_pages);  // runs from here on are known
+    const int unknown_run = divided(known_from + run_pages - 1, run_pages);  // runs from here on are known without the list
     const int runs = first_run < unknown_run ? 0 : divided(first_run - unknown_run, -run_stride) + 1;
     known_steps = min(runs * run_pages - (runs > 0 ? missing : 0), count);
     locate();
@@ -115,15 +120,18 @@ struct Stream {
   }
 #endif
 
-  // A place of the ring, and the pages that it is filled with next, if any. It is the one that is read next, too.
+  // A place of the ring, which is read next, and the pages that it is then filled with, if any.
   struct Place {
     uint32_t k_tile;
     int64_t offset[kAtOnce];
-    int before;  // the first key
+    int before;  // the warp's first key in them
     bool is_page;
   };
+  // Steps of a whole run.
   DEVICE int run_steps() const { return (run_pages + kAtOnce - 1) / kAtOnce; }
 
+  // Returns the next place of the ring and what it is filled with: the pages of the next step, or nothing after the end
+  // of a run: then it is room for the result.
   DEVICE Place advance() {
     Place place = {ring + stage * kStageBytes, {}, 0, step < count && step_of_run < run_steps()};
     stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -144,9 +152,9 @@ struct Stream {
     ++step, ++step_of_run;
     return place;
   }
-  // The first key of the warp in a page of the row.
+  // Returns the first key of the warp in a page of the row.
   DEVICE int first_key(int page) const { return page * kPageTokens + (threadIdx.x >> 5) * kKeys; }
-  // Looks up the pages of the next 32 steps; the caller does it for the first ones.
+  // Looks up the pages of 32 steps. The caller does it for the first ones, advance() for the others.
 #if LISTED_LATE
   DEVICE void locate() {
     const int own = step / 32 * 32 + (threadIdx.x & 31), place = own + missing, turn = divided(place, run_pages);
@@ -172,8 +180,8 @@ struct Stream {
     }
   }
 #endif
-  // Loads the scales of the 32 steps located last. It comes after pdl_wait: a page whose first token is new has a new scale,
-  // on a path that of the node which is its first token.
+  // Loads the scales of the 32 steps located last. It comes after pdl_wait: a page whose first token is new has a new
+  // scale; on a path it is that of the node which is the first token.
   DEVICE void load_scales() {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -186,7 +194,8 @@ struct Stream {
     }
   }
 
-  // All keys or all values. Rows from `old` on are left out.
+  // Starts to load all keys or, with `is_v`, all values of a place, as a cp.async group. Keys from `old` on are left
+  // out.
   DEVICE void load(uint32_t tile, bool is_v, const Place& from, int length, int old = kAllKeys) const {
     const page_t* rows = is_v ? v_rows : k_rows;
     const int valid = length - from.before;
@@ -201,7 +210,7 @@ struct Stream {
       if constexpr (FP8) {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          const bool exists = from.offset[i] >= 0;  // what does not becomes zeros
+          const bool exists = from.offset[i] >= 0;  // a page that does not exist becomes zeros
           const page_t* source = rows + (exists ? from.offset[i] : 0);
           const int skipped = i * kPageTokens, before = from.before + skipped;
           if (TREE && exists && min(before + kKeys, old) > path.base) {
@@ -221,18 +230,19 @@ struct Stream {
     cp_async_commit();
   }
 
-  // A lane's chunk of the key and the value at keys.old, if the warp has them: where it will lie, and its place in the ring.
+  // A lane's chunk of the newest key or value, at keys.old, if the warp has it (else null): where it will lie, and its
+  // place in the ring.
   struct NewRow {
     const page_t* source;
     uint32_t target;
 
-    // True if there is one: then cp_async_wait_all must follow.
+    // Starts the chunk's copy, after pdl_wait. Returns whether there is one: then cp_async_wait_all must follow.
     DEVICE bool copy() const {
       if (source != nullptr) cp_async16(target, source);
       return source != nullptr;
     }
 #if RECEIVED_ROW
-    // The same from where the row was received.
+    // Takes the chunk from where the row was received.
     DEVICE void take(uint32_t received) const {
       if (source != nullptr) store_shared(target, load_shared(received + (threadIdx.x & 31) * 16));
       __syncwarp();
@@ -240,8 +250,9 @@ struct Stream {
 #endif
   };
 
-  // The ring's first pages but for keys from keys.old on: all that is older than the kernel before this one, which lets
-  // this one start only after its own pdl_wait. The loops stay loops: short code starts soon.
+  // Starts to load the first pages of the ring, except for keys from keys.old on: all that is read is older than the
+  // kernel before this one, which lets this one start only after its own pdl_wait. Returns the lane's chunk of the key
+  // at keys.old. The loops stay loops: short code starts soon.
   DEVICE NewRow fill(const Keys& keys) {
     NewRow added = {};
 #pragma unroll 1
@@ -254,7 +265,8 @@ struct Stream {
     return added;
   }
 
-  // `row`: of the first page of the place.
+  // Sets `added` if the place has the newest key; `row` is that key's row, counted from the warp's first one in the
+  // first page of the place.
   DEVICE void find_new(NewRow& added, const Place& place, int row) const {
     const int lane = threadIdx.x & 31, chunk = lane % kCopiedChunks;
     const bool is_v = lane >= kCopiedChunks;
@@ -266,7 +278,8 @@ struct Stream {
     }
   }
 
-  // Starts copies of the rest of those pages, after pdl_wait. True if there are any: then cp_async_wait_all must follow.
+  // Starts to load the keys that fill() left out, after pdl_wait. Returns whether there are any: then cp_async_wait_all
+  // must follow.
   DEVICE bool fill_new(const Keys& keys) const {
     bool has_new = false;
     int from = 0, room = run_steps();
@@ -291,7 +304,8 @@ struct Stream {
     return has_new;
   }
 
-  // Rows of a page of the ring, k and v together: a row of each is a chunk for each lane.
+  // Starts the copies of rows of a page of the ring, keys and values together: each lane has a chunk of a key or of its
+  // value.
   DEVICE void load_new_rows(uint32_t tile, int64_t offset, int before, int first, int end) const {
     const int lane = threadIdx.x & 31, chunk = lane % kCopiedChunks;
     const bool is_v = lane >= kCopiedChunks;
@@ -311,7 +325,8 @@ struct Stream {
   }
 };
 
-// The next `num_pages` of the stream, a run that begins with page `page` of the row. after_first(): behind its first one.
+// Attends to the next `num_pages` of the stream, a run that begins with page `page` of the row. after_first() is called
+// behind its first step.
 template <typename AfterFirst>
 DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages, float factor,
                    AfterFirst after_first) {
@@ -346,9 +361,9 @@ DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page,
   }
 }
 
-// Attends to a run whose pages all came with fill(), where no other run follows. Scores and weights come first, those of
-// one page beside those of the others; a place without a page has hidden keys, whose weights are 0 and change nothing. The
-// values, sums and products are those of attend().
+// Attends to a run whose pages all came with fill(), where no other run follows. The scores and weights of all pages
+// come first, since those of one page do not wait for those of another; a place without a page has hidden keys, whose
+// weights are 0 and change nothing. The values, sums and products are those of attend().
 DEVICE void attend_filled(WarpState& state, const Stream& stream, const Keys& keys, int page, int num_pages,
                           float factor) {
   const int lane = threadIdx.x & 31;
@@ -358,7 +373,7 @@ DEVICE void attend_filled(WarpState& state, const Stream& stream, const Keys& ke
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) {
-    if (i + 1 == STAGES && num_pages < STAGES) break;  // a test for each page would keep one from starting beside another
+    if (i + 1 == STAGES && num_pages < STAGES) break;  // a test for every page would keep one from starting beside another
     score_tile(scores[i], state, TileRow(stream.ring + i * kStageBytes, lane_row_b(lane)));
   }
   values[0].load(TileRow(stream.ring + kHalfPlace, lane_row_a(lane)));

@@ -1,14 +1,14 @@
-// dense_rows: which rows of a prefill chunk of sparse attention look at everything.
+// dense_rows: finds the rows of a prefill chunk of sparse attention that attend to all their keys instead of choosing blocks.
 //
-//   formula   dense_chunk = (slot, start, rows of the chunk with i + 1 <= dense_context, 0) for chunk = (slot, start, count), with
-//             i = start .. start + count - 1
+//   formula   dense_chunk = (slot, start, number of rows with i + 1 <= dense_context, 0) for chunk = (slot, start, count), where i = start
+//             .. start + count - 1 are the positions of the rows
 //   operands  dense_chunk, chunk (4) int32
 //   launch    grid 1, block 1
 //   numerics  none
 //   oracle    reference/sparse_attention.py
 //   source    InfLLM-v2 (arXiv 2509.24663)
-//   layout    the rows of a chunk that look at everything are its first ones: a chunk of these alone, which attention over all
-//             keys takes. One thread, behind the wait for what wrote the chunk
+//   layout    these rows are the first ones of the chunk, so together they are a shorter chunk, which the kernels of attention over all
+//             keys take. One thread, after pdl_wait, because an earlier kernel writes the chunk
 #include "types.cuh"
 
 extern "C" __global__ void KERNEL(dense_rows)(int* dense_chunk, const int* chunk, int dense_context) {

@@ -1,4 +1,4 @@
-// expand_latents: keys and values of some heads made of the latents of a sequence, for the attention of a prefill chunk.
+// expand_latents: makes keys and values of some heads from the latents of a sequence, for the attention of a prefill chunk.
 //
 // k_out[p, h, j, :] = [up[first_head + h, :N, :] c, r, 0 ..],  v_out[p, h, j, :] = [up[first_head + h, N:, :] c, 0 ..] with
 // [c | r] row j of page block_tables[slot, p], for the pages that the chunk sees; rows from start + count on become zeros
@@ -8,16 +8,17 @@
 // up             [all heads, N + VALUE_DIM, C] scalar_t row-major
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory; slot -1: nothing is stored
-// constants      KV_RANK: elements of a latent, a multiple of 64. NOPE_DIM: rows of up that make a key, a multiple of 16.
-//                ROPE_DIM: elements of a key behind those, a multiple of 16. VALUE_DIM: rows of up that make a value, a
-//                multiple of 16. HEAD_DIM: elements of a row that is stored: NOPE_DIM + ROPE_DIM, at least VALUE_DIM
+// constants      KV_RANK: elements of a latent, a multiple of 64. NOPE_DIM: rows of up that make a key, a multiple of 16. ROPE_DIM: rotated
+//                elements of a key behind them, a multiple of 16. VALUE_DIM: rows of up that make a value, a multiple of 16. HEAD_DIM:
+//                elements of a row that is stored: NOPE_DIM + ROPE_DIM, at least VALUE_DIM
 // grid           (a, heads): a block takes pages x, x + a and so on; block 128; shared memory (N + VALUE_DIM + 64) * C * 2 bytes
-// numerics       tensor cores over k in ascending order, float32 sums, rounded once: a token's bits depend on its latent alone
+// numerics       tensor cores over k in ascending order, float32 sums, rounded once: the bits of a token's key and value depend on its
+//                latent alone
 // oracle         NumpyOps.prefill_latent_attention
 // source         arXiv 2405.04434
-// layout         A head's part of up stays in shared memory while pages pass: each warp takes 16 tokens of one. Two blocks on a
-//                multiprocessor load and multiply in turn. The stored rows have the form that attention over heads reads, with
-//                zeros behind a value that is shorter than a key
+// layout         A head's part of up stays in shared memory while pages pass: each warp takes 16 tokens of a page. Two blocks on a
+//                multiprocessor load and multiply in turn. The stored rows have the form that attention over heads reads, with zeros behind
+//                a value that is shorter than a key
 #if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM) || !defined(HEAD_DIM)
 #error "a constant is not defined"
 #endif
@@ -25,17 +26,17 @@
 
 constexpr int kThreads = 128;
 constexpr int kCached = KV_RANK + ROPE_DIM;
-constexpr int kUpRows = NOPE_DIM + VALUE_DIM;
+constexpr int kUpRows = NOPE_DIM + VALUE_DIM;  // rows of a head's part of up
 constexpr int kChunks = KV_RANK / 8;      // 16-byte chunks of a latent
 constexpr int kUpTiles = kUpRows / 8;     // n-tiles
 constexpr int kBatch = 8;                 // n-tiles whose sums are held at a time
 static_assert(KV_RANK % 64 == 0 && NOPE_DIM % 16 == 0 && ROPE_DIM % 16 == 0 && VALUE_DIM % 16 == 0 &&
               HEAD_DIM == NOPE_DIM + ROPE_DIM && VALUE_DIM <= HEAD_DIM, "sizes that the kernel does not take");
 
-// Byte offset of a chunk in rows of latents: the same chunk of 8 consecutive rows lies in all 32 banks.
+// Byte offset of a row's 16-byte chunk in a tile of rows of KV_RANK elements: the same chunk of 8 consecutive rows lies in all 32 banks.
 DEVICE int swizzled(int row, int chunk) { return row * (KV_RANK * 2) + ((chunk ^ (row & 7)) << 4); }
 
-// out[16 tokens][a batch of up's rows] += latents up^T, and to the rows of keys or values.
+// sums += latents up^T, for the warp's 16 tokens and the kBatch n-tiles of up's rows from `first_tile` on.
 DEVICE void multiply(float (&sums)[kBatch][4], uint32_t up_tile, uint32_t tokens, int first_tile, int lane, int warp) {
 #pragma unroll 4
   for (int step = 0; step < KV_RANK / 16; step++) {

@@ -1,4 +1,5 @@
-// expand_pages: the pages of a slot from fp8 to 16 bits, in the order of positions, for attention of a prefill chunk.
+// expand_pages: expands the pages of a slot from fp8 to 16 bits, in the order of positions, for attention of a prefill
+// chunk.
 //
 // k_out[p, head, i, :] = k_scales[page, head] * k_codes[page, head, i, :], page = block_tables[slot, p]; v likewise
 //
@@ -8,13 +9,15 @@
 // block_tables   [B, pages_per_sequence] int32
 // chunk          [3] int32: slot, start, count, in device memory; slot -1: nothing is stored
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128
-// grid           (any number, 2 K heads): keys of all heads, then values; block 256; no shared memory
+// grid           (a, 2 K heads): a block takes pages x, x + a and so on; y counts the heads of keys, then those of
+//                values; block 256; no shared memory
 // numerics       exact: every e4m3 number times every scale is a number of both 16-bit types. Codes that were never
 //                written become finite numbers too
 // oracle         fp8_pages.values_of
 // source         original
-// layout         A page of a head is 64 D codes in a row: a thread takes 16 of them at a time. Attention of a chunk reads a
-//                page once for every 64 of its rows, this kernel once in all: the tensor cores need no other way in
+// layout         A page of a head is 64 D codes in a row: a thread takes 16 of them at a time. Attention of a chunk
+//                reads a page again for every 64 of its rows, this kernel only once; after it the attention kernels
+//                need no second way to load keys for the tensor cores
 #if !defined(HEAD_DIM)
 #error "a constant is not defined"
 #endif
@@ -24,7 +27,7 @@
 constexpr int kThreads = 256;
 constexpr int kPageElements = kPageTokens * HEAD_DIM;
 
-// Four codes, in order, as two words of scalar_t.
+// Expands four codes, in order, to two words of scalar_t. `power` is power2() of the scale's exponent + kCodeShift.
 DEVICE uint2 expand4(uint32_t codes, uint32_t power) {
   const uint32_t low = __byte_perm(codes, 0, 0x1404), high = __byte_perm(codes, 0, 0x3424);
   return make_uint2(times2(spread_codes(low), power), times2(spread_codes(high), power));

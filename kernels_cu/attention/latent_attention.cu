@@ -1,4 +1,5 @@
-// latent_attention: of up to 64 rows, each over the pages of its own slot, what every run of pages gives (flash-decoding).
+// latent_attention: attention of up to 64 rows over latents, each over the pages of its own slot: the result of every run of pages
+// (flash-decoding).
 //
 // means[t, run, h, :] = sum_j softmax_j(scale * queries[t, h, :] . page[j, :]) page[j, :C] over the positions j of the run,
 // and log_sums[t, h, run], log2 of the sum of its weights. page[j] lies at location j of the pages of the row's slot, with TREE only for
@@ -10,61 +11,63 @@
 // pages          [P, 1, 64, C + R] scalar_t
 // positions      [T] int32; slots [T] int32, slot -1: nothing is stored; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only: positions[t] + 1 is tree_base[t] plus the set bits
-// upcoming       weights that are read soon, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
+// upcoming       weights that later kernels read, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
 // num_fresh      how many of a row's last keys absorb_queries may write
 // num_splits     into how many runs a long row's pages are cut
 // constants      HEADS: query heads. KV_RANK: elements of a latent, a multiple of 128. ROPE_DIM: elements of a key behind it, a
 //                multiple of 32. STAGES: pages in shared memory, at least 2. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 16)): a row's runs x, x + a and so on, of 16 heads; block 128; shared memory
 //                STAGES * 128 * (C + R) + 2560 bytes
-// launched after absorb_queries, which starts this kernel before its own wait, and itself starts once all before the two products in
-//                front of it have finished: keys that are not fresh are read before pdl_wait
+// launched after absorb_queries, which releases this kernel before its own wait, and which itself starts once all kernels before the two
+//                products in front of it have finished: so keys that are not fresh are read before pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; Flash-Decoding (Dao et al. 2023)
-// layout         All heads see the same rows of 288 elements. A block takes 16 heads, the rows of m16n8k16 tiles: of the scores
-//                its four warps take 16 keys each, over all elements, with the queries in registers; of the weighted sum a
-//                quarter of the columns each, over all keys, so that sums stay in 32 registers a lane. Between the two the
-//                weights pass through shared memory. The blocks of other heads read a page out of the L2, three of them on a
-//                multiprocessor of sm_90: one multiplies while another waits. The keys of a tree's path take the places that
-//                they would have alone
+// layout         All heads see the same rows of 288 elements. A block takes 16 heads, the rows of m16n8k16 tiles: of the scores its four
+//                warps take 16 keys each, over all elements, with the queries in registers; of the weighted sum a quarter of the columns
+//                each, over all keys, so that sums stay in 32 registers a lane. Between the two the weights pass through shared memory. The
+//                blocks of other heads read a page out of the L2, three of them on a multiprocessor of sm_90: one multiplies while another
+//                waits. The keys of a tree's path take the places that they would have in a sequence of their own
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(ROPE_DIM) || !defined(STAGES) || !defined(TREE)
 #error "a constant is not defined"
 #endif
 #include "latent_pages.cuh"
 
-constexpr int kHeads = 16;                        // of a block
-constexpr int kCopiesAtOnce = TREE || __CUDA_ARCH__ >= 1000 ? 1 : 3;  // of a thread: more take registers from the queries
-constexpr int kBlocksAtOnce = __CUDA_ARCH__ > 1030 ? 1 : TREE ? 2 : 3;  // of a multiprocessor: sm_120 has 100 KB; sm_110 would spill
+constexpr int kHeads = 16;                        // query heads of a block
+constexpr int kCopiesAtOnce = TREE || __CUDA_ARCH__ >= 1000 ? 1 : 3;  // copies of a thread that are unrolled: more take registers from the queries
+constexpr int kBlocksAtOnce = __CUDA_ARCH__ > 1030 ? 1 : TREE ? 2 : 3;  // blocks on a multiprocessor: sm_120 has 100 KB; sm_110 would spill
 constexpr int kSteps = kCached / 16;              // k-steps of a score
 constexpr int kColumnTiles = KV_RANK / 4 / 8;     // n-tiles of a warp's columns
-constexpr int kWeightRow = kPageTokens * 2 + 16;  // bytes, so many that no ldmatrix meets a bank twice
+constexpr int kWeightRow = kPageTokens * 2 + 16;  // bytes of a row of weights, so many that no ldmatrix meets a bank twice
 constexpr int kWeightBytes = kHeads * kWeightRow;
 static_assert(KV_RANK % 128 == 0 && ROPE_DIM % 32 == 0 && STAGES >= 2, "sizes that the kernel does not take");
 
-// Rows are a multiple of 64 bytes apart, an odd one as 288 elements are: neighbours alternate between two halves of the banks,
-// and two more bits of the row choose among the four chunks of a half, which is what an 8x8 ldmatrix reads.
+// A row's chunks are permuted for the 8 x 8 ldmatrix. Rows are a multiple of 64 bytes apart, an odd multiple if they have 288 elements:
+// then neighbours alternate between two halves of the banks, and two more bits of the row choose among the four chunks of a half.
 DEVICE int phase_of(int row) { return (row >> 1 & 3) << 4; }
-// Bytes of a row's chunk 4 i + 2 odd + `chunk` beyond those of chunk 4 i.
+// Byte offset of a row's chunk 4 i + 2 odd + `chunk` from byte 64 i of the row.
 DEVICE int swizzled(int row, int chunk, int odd) { return (odd * 32 + chunk * 16) ^ phase_of(row); }
 
+// The shared address of a row's chunk in the page at `place`.
 struct PageAt {
   uint32_t place;
   DEVICE uint32_t operator()(int row, int chunk) const { return place + ((row * kChunks + chunk) * 16 ^ phase_of(row)); }
 };
+// Starts the copies of page `page` of the row, except for its keys from row `fresh` on.
 DEVICE void load_page(const Source& source, uint32_t to, int page, int fresh) {
   source.load<kCopiesAtOnce>(page, source.block_table[page], fresh, PageAt{to});
 }
 
+// A warp's state of the block's heads: the queries of all of them, and of the output its quarter of the columns.
 struct WarpState {
   uint32_t q[kSteps][4];
   float out[kColumnTiles][4];
-  float max[2];  // of scale * log2(e) * score
+  float max[2];  // maxima of scale * log2(e) * score
   float sum[2];  // this lane's part, of the warp's own keys
 };
 
-// The queries of the block's heads by way of shared memory; zeros for heads that do not exist.
+// Loads the queries of the block's heads by way of shared memory; zeros for heads that do not exist.
 DEVICE void load_queries(WarpState& state, uint32_t place, const scalar_t* queries, int num_heads, int lane) {
   for (int index = threadIdx.x; index < kHeads * kChunks; index += kThreads) {
     const int head = index / kChunks;
@@ -98,7 +101,8 @@ DEVICE void score(float (&scores)[2][4], const WarpState& state, uint32_t page, 
   }
 }
 
-// The weights 2^(factor * score - max) of a page to shared memory; sums and output are brought to the new maximum.
+// Stores the weights 2^(factor * score - max) of a page in shared memory, and brings sums and output to the new maximum. At `tops` the
+// warps exchange their maxima; `visible` keys of the page are seen.
 DEVICE void weigh(float (&scores)[2][4], WarpState& state, uint32_t weights, uint32_t tops, int quarter, int lane, int visible,
                   float factor) {
 #pragma unroll
@@ -157,7 +161,7 @@ DEVICE void accumulate(WarpState& state, uint32_t weights, uint32_t page, int qu
   }
 }
 
-// The run's result; `tops` is free, and takes the warps' sums.
+// Stores the run's result. `tops` is free by then, and takes the warps' sums.
 DEVICE void store_run(const WarpState& state, float* means, float* log_sums, int num_splits, uint32_t tops, int num_heads,
                       int quarter, int lane) {
 #pragma unroll
@@ -246,6 +250,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     }
     store_run(state, means + means_of(row, num_splits) + static_cast<int64_t>(run * HEADS + first_head) * KV_RANK,
               log_sums + log_sums_of(row, first_head, num_splits) + run, num_splits, tops, num_heads, quarter, lane);
-    __syncthreads();  // the pages have been read, and the sums
+    __syncthreads();  // the pages and the sums have been read
   }
 }

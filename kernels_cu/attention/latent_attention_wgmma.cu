@@ -10,25 +10,25 @@
 //                columns
 // positions      [T] int32; slots [T] int32, slot -1: nothing is stored; block_tables [B, pages_per_sequence] int32
 // tree_masks     [T] uint64, tree_base [T] int32, read with TREE only, as in latent_attention
-// upcoming       weights that are read soon, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
+// upcoming       weights that later kernels read, of which the first upcoming_bytes, a multiple of 16, are brought to the L2
 // num_fresh      how many of a row's last keys absorb_queries may write
 // num_splits     into how many runs a long row's pages are cut
 // constants      HEADS: query heads. KV_RANK: elements of a latent: 256. ROPE_DIM: elements of a key behind it: 32 or 64. STAGES:
 //                pages in shared memory, 3 or 4. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 64)): a row's runs x, x + a and so on, of 64 heads; block 128; shared memory
 //                kBarrierOffset + 8 * STAGES bytes
-// launched after absorb_queries, which starts this kernel before its own wait, and itself starts once all before the two products in
-//                front of it have finished: keys that are not fresh are read before pdl_wait
+// launched after absorb_queries, which releases this kernel before its own wait, and which itself starts once all kernels before the two
+//                products in front of it have finished: so keys that are not fresh are read before pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; Flash-Decoding (Dao et al. 2023), FlashAttention-3 (arXiv 2407.08608)
-// layout         A warpgroup has 64 heads as the rows of its products, so that a page passes through shared memory once for all of
-//                them: with 16 heads a block the reads of shared memory take longer than the products. Rows of queries that do not
-//                exist are whatever lies behind those that do: nothing of them is stored. A page lies there in panels of 64
-//                columns, as keys and, with rows for columns, as values. The products of a page's scores start before those
-//                of the last page's sums, beside which the softmax runs. A block copies the pages of all its runs as one sequence:
-//                whole ones of old keys with the copy engine, so that no fence waits for the pages behind; others row by row
+// layout         A warpgroup has 64 heads as the rows of its products, so that a page passes through shared memory once for all of them:
+//                with 16 heads a block the reads of shared memory take longer than the products. Rows of queries that do not exist are
+//                whatever lies behind those that do: nothing of them is stored. A page lies there in panels of 64 columns, which are read
+//                as keys and, transposed, as values. The products of a page's scores start before those of the last page's sums, beside
+//                which the softmax runs. A block copies the pages of all its runs as one sequence: whole pages of old keys with the copy
+//                engine, so that no fence waits for later pages; others row by row
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(ROPE_DIM) || !defined(STAGES) || !defined(TREE)
 #error "a constant is not defined"
 #endif
@@ -37,19 +37,20 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr int kHeads = HEADS < 64 ? HEADS : 64;                // of a block
-constexpr int kQueryRows = (kHeads + 7) / 8 * 8;               // that are kept
+constexpr int kHeads = HEADS < 64 ? HEADS : 64;                // query heads of a block
+constexpr int kQueryRows = (kHeads + 7) / 8 * 8;               // rows of queries that are kept in shared memory
 constexpr int kPanelColumns = 64, kPanels = KV_RANK / kPanelColumns;
-constexpr int kPanelBytes = kPageTokens * 128;                 // of a page
-constexpr int kTailSwizzle = ROPE_DIM * 2;                     // bytes of a row of the panel behind them
+constexpr int kPanelBytes = kPageTokens * 128;                 // bytes of a panel of a page
+constexpr int kTailSwizzle = ROPE_DIM * 2;                     // bytes of a row of the tail, the last panel, which has the rotated part of the key
 constexpr int kQueryBytes = (kQueryRows * kRowBytes + 1023) / 1024 * 1024;
-constexpr int kPathOffset = kQueryBytes + STAGES * kPageBytes; // of the rows of a path's nodes
-constexpr int kBarrierOffset = kPathOffset + kMaxNodes * 4;    // one for each page in shared memory
+constexpr int kPathOffset = kQueryBytes + STAGES * kPageBytes; // offset of the rows of a path's nodes
+constexpr int kBarrierOffset = kPathOffset + kMaxNodes * 4;    // offset of the barriers, one for each page in shared memory
 constexpr int kWeightSteps = kPageTokens / 16;
 static_assert(KV_RANK == 256 && (ROPE_DIM == 32 || ROPE_DIM == 64) && STAGES >= 3 && STAGES <= kThreads / 32, "sizes that the kernel does not take");
 
-// Chunks of panels of ROWS rows that a thread copies. A warp has every fourth row, a lane the same chunk of each; and of the panel
-// behind, whose rows are shorter, four neighbouring lanes or eight have a row, which may be one beyond. visit(row, chunk, place) for each.
+// Calls visit(row, chunk, place) for each chunk of ROWS rows that a thread copies; `place` is its shared address. Of the panels of latents
+// a warp has every fourth row, and a lane the same chunk of each. Of the tail, whose rows are shorter, four or eight neighbouring lanes
+// have a row, whose number may be ROWS or more.
 template <int ROWS, int TURNS, class Visit>
 DEVICE void visit_chunks(uint32_t to, Visit visit) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -66,6 +67,8 @@ DEVICE void visit_chunks(uint32_t to, Visit visit) {
   }
 }
 
+// Starts the copies of page `page` of the row, page `number` of all pages, row by row, except for its keys from row `fresh` on. Rows that
+// do not exist become zeros.
 DEVICE void load_page(const Source& source, uint32_t to, int page, int number, int fresh) {
   const int visible = source.length - page * kPageTokens;
   visit_chunks<kPageTokens, TREE ? 2 : 16>(to, [&](int row, int chunk, uint32_t place) {
@@ -73,7 +76,7 @@ DEVICE void load_page(const Source& source, uint32_t to, int page, int number, i
   });
 }
 
-// A whole page of this number. One thread.
+// Starts the copy of the whole page that has this number among all pages. One thread calls it.
 DEVICE void copy_page(uint32_t to, const TensorMap& latents, const TensorMap& tails, int number, uint32_t barrier) {
   mbarrier_arrive_expect(barrier, kPageBytes);
 #pragma unroll
@@ -82,7 +85,7 @@ DEVICE void copy_page(uint32_t to, const TensorMap& latents, const TensorMap& ta
   copy_box(to + kPanels * kPanelBytes, tails, number * kPageTokens, KV_RANK, barrier);
 }
 
-// The same places for any row and chunk.
+// The shared address of a row's chunk in the page at `place`, as visit_chunks finds it.
 struct PageAt {
   uint32_t place;
   DEVICE uint32_t operator()(int row, int chunk) const {
@@ -92,7 +95,7 @@ struct PageAt {
   }
 };
 
-// The queries of the block's heads; zeros for heads that do not exist. A barrier must follow.
+// Loads the queries of the block's heads into shared memory; zeros for heads that do not exist. A barrier must follow.
 DEVICE void load_queries(uint32_t to, const scalar_t* queries, int num_heads) {
   constexpr int kTurns = kQueryRows / 4 + (kQueryRows * ROPE_DIM / 8 + kThreads - 1) / kThreads;
   uint4 v[kTurns];
@@ -109,10 +112,10 @@ DEVICE void load_queries(uint32_t to, const scalar_t* queries, int num_heads) {
   });
 }
 
-// The pages of the block's runs, one after the other.
+// Goes through the pages of the block's runs, one after the other.
 struct Walk {
   const LatentCut& cut;
-  int run, page, end;   // of the row; behind the run's last one
+  int run, page, end;   // page of the row; the page behind the run's last one
 
   DEVICE explicit Walk(const LatentCut& whole) : cut(whole), run(blockIdx.x) { enter(); }
   DEVICE void enter() { page = run * cut.run_pages, end = min(page + cut.run_pages, cut.num_pages); }
@@ -126,29 +129,31 @@ struct Walk {
   }
 };
 
-// The numbers among all pages of those that the block copies, in their order: 32 at a time, in the lanes of every warp.
+// The numbers, among all pages, of the pages that the block copies, in their order: 32 at a time, in the lanes of every warp.
 struct PageNumbers {
   const LatentCut& cut;
   const int* block_table;
   int held;
 
   DEVICE PageNumbers(const LatentCut& whole, const int* table) : cut(whole), block_table(table) { look_up(0); }
+  // Looks up the numbers of the block's pages `first` .. first + 31, one a lane.
   DEVICE void look_up(int first) {
     const int place = first + threadIdx.x % 32, run = blockIdx.x + place / cut.run_pages * gridDim.x;
     const int page = run * cut.run_pages + place % cut.run_pages;
     held = page < cut.num_pages ? load_now(block_table + page) : 0;
   }
-  // All lanes, for one place after the other.
+  // Returns the number of a page by its place in this order. All lanes call it, for one place after the other.
   DEVICE int at(int place) {
     if (place > 0 && place % 32 == 0) look_up(place);
     return __shfl_sync(0xFFFFFFFFu, held, place % 32);
   }
 };
 
+// A lane's state of two of the block's heads: of 64 rows of products, rows lane / 4 and lane / 4 + 8 of its warp's 16.
 struct Heads {
-  float out[2][KV_RANK / 4];  // of the halves of the columns
-  float max[2];               // of scale * log2(e) * score
-  float sum[2];               // this lane's part
+  float out[2][KV_RANK / 4];  // sums, for each half of the columns
+  float max[2];               // maxima of scale * log2(e) * score
+  float sum[2];               // this lane's part of the sums of weights
 };
 using Scores = float[kPageTokens / 2];
 using Weights = uint32_t[kWeightSteps][4];
@@ -184,7 +189,7 @@ DEVICE void start_sums(Heads& heads, const Weights& weights, uint32_t page) {
 
 DEVICE void settle(Heads& heads) { settle(heads.out[0]), settle(heads.out[1]); }
 
-// Scores become weights 2^(factor * score - max). keep: what brings earlier weights to the new maximum.
+// Turns scores into weights 2^(factor * score - max). `keep` is what brings earlier weights to the new maximum.
 DEVICE void softmax(Scores& scores, Heads& heads, float (&keep)[2], int visible, float factor) {
   if (visible < kPageTokens) {
 #pragma unroll
@@ -210,7 +215,7 @@ DEVICE void softmax(Scores& scores, Heads& heads, float (&keep)[2], int visible,
   }
 }
 
-// The sums of a column-tile pair are the a operand of a product over 16 keys.
+// Packs the weights as A operands of the products with latents: a pair of tiles of 8 columns is the operand of a product over 16 keys.
 DEVICE void pack(Weights& weights, const Scores& scores) {
 #pragma unroll
   for (int i = 0; i < kPageTokens / 4; i++) weights[i / 4][i % 4] = pack2(scores[2 * i], scores[2 * i + 1]);
@@ -223,7 +228,7 @@ DEVICE void begin_run(Heads& heads) {
   heads.sum[0] = heads.sum[1] = 0.0f;
 }
 
-// The run's result; means and log_sums begin with the block's first head.
+// Stores the run's result; means and log_sums begin with the block's first head.
 DEVICE void store_run(const Heads& heads, float* means, float* log_sums, int num_splits, int num_heads) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -250,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char shared[];
   const int row = blockIdx.y, first_head = blockIdx.z * kHeads, num_heads = min(HEADS - first_head, kHeads);
   const int own_slot = load_now(slots + row), position = load_now(positions + row);
-  // The same in all lanes: products in a branch that looks divergent would be serialised.
+  // The shuffle makes the length the same in all lanes for the compiler: products in a branch that looks divergent would be serialised.
   const int length = __shfl_sync(0xFFFFFFFFu, own_slot < 0 ? 0 : position + 1, 0);
   const LatentCut cut(length, num_splits);
   if (static_cast<int>(blockIdx.x) >= cut.num_runs) {
@@ -291,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   pdl_launch_dependents();
   bring_upcoming(upcoming, upcoming_bytes);
   pdl_wait();
-  // What is fresh of the pages that are on their way: of one block, but for short runs.
+  // Copy the fresh keys of the pages that are on their way. Unless runs are short, only the block that has the row's last run finds any.
   bool has_fresh = false;
   Walk early(cut);
 #pragma unroll 1
@@ -308,13 +313,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Scores scores;
   Weights weights;
   float keep[2];
-  int slot = 0, before = 0, turn = 0;   // of the page and of the one before it; of the loop, up to STAGES
-  int parity = 0;                       // of the slot's barrier
+  int slot = 0, before = 0, turn = 0;   // ring's places of the page and of the one before it; turns of the loop, up to STAGES
+  int parity = 0;                       // parity of the barrier's phase for that place
   for (Walk now(cut); !now.is_over(); now.next()) {
     if (source.is_old(now.page)) {
       mbarrier_wait(barriers + slot * 8, parity);
     } else {
-      // Before the first STAGES pages no copy was started in between, later one a page, two pages behind its place.
+      // Each turn commits a group, from turn 2 on that of the page STAGES - 2 further on: STAGES - 1 groups are younger than that of one of
+      // the first STAGES pages, STAGES - 3 than that of a later page.
       if (turn < STAGES) cp_async_wait<STAGES - 1>(); else cp_async_wait<STAGES - 3>();
       async_proxy_fence();
     }

@@ -1,17 +1,18 @@
-// rotate_heads and gather_heads: queries on their way to the attention of some heads of a prefill chunk, and its result.
+// rotate_heads and gather_heads: copy the queries of some heads of a prefill chunk, rotated, to where attention over these heads reads
+// them, and its result back to the rows of all heads.
 //
-//   formula   rotate_heads: out[t, h, :] = [q[t, first_head + h, :N], rope(q[t, first_head + h, N:])] of the row's position, in
+//   formula   rotate_heads: out[t, h, :] = [q[t, first_head + h, :N], rope(q[t, first_head + h, N:])], rotated by the row's position in
 //             split halves; gather_heads: out[t, first_head + h, :U] = attended[t, h, :U]
-//   operands  q (T, H, N + R), out of rotate_heads and attended (T, heads, N + R), out of gather_heads (T, H, U) scalar_t
-//             row-major, N = NOPE_DIM, R = ROPE_DIM, U = VALUE_DIM; rope (2, max_context, R / 2) scalar_t: cos, sin; positions,
-//             slots (T) int32: of a row of slot -1 the position is not read
-//   constants NOPE_DIM: elements of a query before those that are rotated. ROPE_DIM: those. VALUE_DIM: elements of a value.
-//             NOPE_DIM and VALUE_DIM are multiples of 8, ROPE_DIM of 16
-//   launch    grid ceil(threads / 256), block 256: a thread for 8 elements, of rotated ones for 8 pairs; no shared memory
+//   operands  q (T, H, N + R), out of rotate_heads and attended (T, heads, N + R), out of gather_heads (T, H, U) scalar_t row-major, N =
+//             NOPE_DIM, R = ROPE_DIM, U = VALUE_DIM; rope (2, max_context, R / 2) scalar_t: cos, sin; positions, slots (T) int32: the
+//             position of a row of slot -1 is not read but taken as 0
+//   constants NOPE_DIM: elements of a query before those that are rotated. ROPE_DIM: elements that are rotated. VALUE_DIM: elements of a
+//             value. NOPE_DIM and VALUE_DIM are multiples of 8, ROPE_DIM of 16
+//   launch    grid ceil(threads / 256), block 256: a thread for 8 elements, or for 8 pairs of rotated ones; no shared memory
 //   numerics  float32, rounded once
 //   oracle    NumpyOps.prefill_latent_attention
 //   source    RoPE arXiv 2104.09864
-//   layout    16 bytes a thread, neighbours of a row side by side
+//   layout    16 bytes a thread, neighbouring threads beside each other in a row
 #if !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
@@ -19,10 +20,11 @@
 
 constexpr int kThreads = 256;
 constexpr int kQueryDim = NOPE_DIM + ROPE_DIM, kHalf = ROPE_DIM / 2;
-constexpr int kPlain = NOPE_DIM / 8, kTurned = kHalf / 8;  // threads of a head
+constexpr int kPlain = NOPE_DIM / 8, kTurned = kHalf / 8;  // threads for a head's plain part, and for its rotated part
 static_assert(NOPE_DIM % 8 == 0 && VALUE_DIM % 8 == 0 && ROPE_DIM % 16 == 0, "sizes that the kernels do not take");
 
-// Elements 2 e and 2 e + 1 of both halves, turned by the angles there.
+// Rotates two pairs in place. `first` and `second` hold elements 2 e and 2 e + 1 of the first and the second half, `cosine` and `sine`
+// those of their angles.
 DEVICE void turn(uint32_t& first, uint32_t& second, uint32_t cosine, uint32_t sine) {
   const float2 a = unpack2(first), b = unpack2(second), c = unpack2(cosine), s = unpack2(sine);
   first = pack2(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);

@@ -1,5 +1,5 @@
-// How latent attention cuts a row's pages into runs, by the row's length and the number of splits alone, and where the result
-// of a run lies.
+// Cuts a row's pages into runs for latent attention, by the row's length and the number of splits alone, and says where the results of a
+// run lie.
 #pragma once
 #include "warp_tile.cuh"
 
@@ -7,12 +7,13 @@
 #error "a constant is not defined"
 #endif
 
-// Keys that a row sees; none without a slot.
+// Returns the number of keys that a row sees: its position + 1, or 0 for a row without a slot.
 DEVICE int length_of(int row, const int* positions, const int* slots) {
   const int slot = load_now(slots + row), position = load_now(positions + row);
   return slot < 0 ? 0 : position + 1;
 }
 
+// The runs of a row: num_runs runs, at most `num_splits`, of run_pages consecutive pages each. The last one may have fewer.
 struct LatentCut {
   int num_pages, run_pages, num_runs;
 
@@ -23,9 +24,9 @@ struct LatentCut {
   }
 };
 
-// Where the results of a row begin: means of latents [num_splits, HEADS, KV_RANK], of every 16 columns 0, 1, 8, 9, 2, 3, 10 and so on,
-// as the lanes of tensor core products have them; and log2 of the sums of weights of a head
-// [num_splits].
+// Offsets, in floats, of a row's results. Means of latents are [num_splits, HEADS, KV_RANK] for each row; of every 16 columns they are
+// stored in the order 0, 1, 8, 9, 2, 3, 10 and so on, as the lanes hold an accumulator of tensor core products. Log sums, log2 of a run's
+// sum of weights, are [num_splits] for each head of a row.
 DEVICE int64_t means_of(int row, int num_splits) { return static_cast<int64_t>(row) * num_splits * (HEADS * KV_RANK); }
 DEVICE int64_t log_sums_of(int row, int head, int num_splits) {
   return (static_cast<int64_t>(row) * HEADS + head) * num_splits;

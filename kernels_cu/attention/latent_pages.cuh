@@ -1,4 +1,5 @@
-// Pages of latents on their way to shared memory, for a block of 128 threads: those of a slot, or of a path of a draft tree behind it.
+// Copies pages of latents to shared memory, with a block of 128 threads: those of a slot, and with TREE behind them the nodes of a draft
+// tree's path.
 #pragma once
 #include "latent_cut.cuh"
 
@@ -6,14 +7,14 @@
 #error "a constant is not defined"
 #endif
 
-constexpr int kThreads = 128;                     // of a block
-constexpr int kCached = KV_RANK + ROPE_DIM;
+constexpr int kThreads = 128;                     // threads of a block
+constexpr int kCached = KV_RANK + ROPE_DIM;  // elements of a row: latent, rotated part of the key
 constexpr int kChunks = kCached / 8;              // 16-byte chunks of a row
 constexpr int kRowBytes = kCached * 2;
 constexpr int kPageBytes = kPageTokens * kRowBytes;
 
-// Brings the block's part of the first `bytes` (a multiple of 16) of weights that are read soon to the L2: once the pages are asked for,
-// memory has little to do until the next kernels have run.
+// Prefetches the block's part of the first `bytes` (a multiple of 16) of weights that later kernels read to the L2. It is called once the
+// pages have been asked for: from then on memory has little to do until the next kernels run.
 DEVICE void bring_upcoming(const unsigned char* weights, int bytes) {
   constexpr int kPieceBytes = 2048;
   if (blockIdx.y + blockIdx.z > 0) return;
@@ -22,29 +23,30 @@ DEVICE void bring_upcoming(const unsigned char* weights, int bytes) {
     prefetch_to_l2(weights + first, min(kPieceBytes, bytes - first));
 }
 
-// Where the keys of a row lie.
+// The keys of one row, and the copies of its pages to shared memory.
 struct Source {
   const scalar_t* pages;
   const int* block_table;
-  uint32_t path;  // shared int each: the row, among those of all pages, of every node of the path
-  int length, num_nodes;  // keys of the row; those of its path, the last ones
-  int settled;            // keys of the row that are older than the step; those behind them come by the kernel before this one
+  uint32_t path;  // shared address of an int for each node of the row's path: its row, among those of all pages
+  int length, num_nodes;  // keys of the row; how many of them, the last ones, are those of its path
+  int settled;            // keys of the row that are older than the step; the kernel before this one writes those behind them
 
-  // The first row of a page that is not settled, 0 to 64.
+  // Returns the first row of a page whose key is not settled, 0 to 64.
   DEVICE int first_fresh(int page) const { return min(max(settled - page * kPageTokens, 0), kPageTokens); }
 
-  // Whether the page has 64 keys that are settled, and none of the path.
+  // Whether all 64 keys of the page are settled, and none is of the path.
   DEVICE bool is_old(int page) const { return first_fresh(page) == kPageTokens && (page + 1) * kPageTokens <= length - num_nodes; }
 
-  // Starts the copy of a chunk of a page that begins with row `first_row` of all pages, with zeros for rows from `visible` on.
+  // Starts the copy of a chunk of a row to shared address `place`. Its page begins with row `first_row` of all pages and has `visible` keys
+  // of the sequence, the last num_nodes of which lie where the path says. Rows from `visible` on become zeros.
   DEVICE void copy(uint32_t place, int first_row, int row, int chunk, int visible) const {
     const int node = row - visible + num_nodes;
     const int from = TREE && node >= 0 && row < visible ? load_shared_word(path + node * 4) : first_row + row;
     cp_async16(place, pages + static_cast<int64_t>(from) * kCached + chunk * 8, row < visible ? 16 : 0);
   }
 
-  // Starts the copy of a page of the row, which has this number among all pages, but of its rows from `fresh` on; rows that do not
-  // exist become zeros. COPIES: of a thread at once. place_of(row, chunk): the shared address of a chunk.
+  // Starts the copies of page `page` of the row, page `number` of all pages, except for its keys from row `fresh` on; rows that do not
+  // exist become zeros. COPIES: how many copies of a thread are unrolled. place_of(row, chunk) returns the shared address of a chunk.
   template <int COPIES, class Place>
   DEVICE void load(int page, int number, int fresh, Place place_of) const {
     const int visible = length - page * kPageTokens;
@@ -54,7 +56,7 @@ struct Source {
       if (row < fresh || row >= visible) copy(place_of(row, chunk), number * kPageTokens, row, chunk, visible);
     }
   }
-  // And of the rows that are not settled alone.
+  // Starts the copies of those keys of the page alone that are not settled.
   template <class Place>
   DEVICE void load_fresh(int page, int number, Place place_of) const {
     const int visible = length - page * kPageTokens, end = min(visible, kPageTokens) * kChunks;
@@ -66,7 +68,8 @@ struct Source {
   }
 };
 
-// The rows of the nodes of a path, by the first warps. A barrier must follow.
+// Stores at `path` which row of all pages holds each node of a path: the set bits of `mask`, of which bit n is location base + n. Each of
+// the first kMaxNodes threads takes a bit. A barrier must follow.
 DEVICE void look_up_path(uint32_t path, const int* block_table, uint64_t mask, int base) {
   const int bit = threadIdx.x;
   if (bit >= kMaxNodes || !(mask >> bit & 1)) return;

@@ -1,16 +1,16 @@
-// linear_qkv_attention: as qkv_attention.cu, with weights in 16 bits.
+// linear_qkv_attention: the product qkv and the attention of one row in one launch, as in qkv_attention.cu, with weights in 16 bits.
 //
 // formula        those of linear_qkv (without a bias) and of decode_attention (all keys, no tree, 16-bit pages), one after the other
 // out            and all others as in qkv_attention.cu, but weight [(H + 2 K heads) * D, K] scalar_t row-major
 // constants      GROUP: query heads of a KV head, at most 8. HEAD_ROUNDS: tiles of a block, an eighth of the KV head's, at most 8. STAGES:
-//                of the rings of pages, at least 2. SMEM_BYTES: of the product, which attention's memory follows, a multiple of 128.
-//                HEAD_DIM: elements of a head. IN_FEATURES: K, a multiple of 512. PORTABLE: 0
+//                places of the rings of pages, at least 2. SMEM_BYTES: shared memory of the product, a multiple of 128; attention's memory
+//                follows it. HEAD_DIM: elements of a head. IN_FEATURES: K, a multiple of 512. PORTABLE: 0
 // grid           as in qkv_attention.cu
 // launched after as in qkv_attention.cu
-// numerics       the bits of the two kernels
+// numerics       the bits of linear_qkv and decode_attention
 // oracle         NumpyOps.qkv, then NumpyOps.decode_attention
 // source         original; Flash-Decoding (Dao et al. 2023), RoPE arXiv 2104.09864
-// layout         As in qkv_attention.cu; a lane copies what it reads of the weights, and holds its part of x in registers
+// layout         As in qkv_attention.cu; a lane copies the weights that it reads itself, and holds its part of x in registers
 #if !defined(GROUP) || !defined(HEAD_ROUNDS) || !defined(STAGES) || !defined(SMEM_BYTES) || !defined(HEAD_DIM) || !defined(IN_FEATURES) || \
     !defined(PORTABLE)
 #error "a constant is not defined"
@@ -22,25 +22,25 @@
 namespace unquantised {
 constexpr int K = IN_FEATURES, kWarps = kThreads / 32;
 constexpr int kOwnUnits = K / 64 / kWarps;     // units of 64 k in a warp's run
-constexpr int kSlots = HEAD_ROUNDS * kOwnUnits, kChunkBytes = 2048;   // of 16 rows x 64 k
-constexpr int kSquareOffset = kWarps * kSlots * kChunkBytes;
+constexpr int kSlots = HEAD_ROUNDS * kOwnUnits, kChunkBytes = 2048;   // bytes of a chunk: 16 rows x 64 k
+constexpr int kSquareOffset = kWarps * kSlots * kChunkBytes;  // offset of the warps' sums of squares
 static_assert(K % (64 * kWarps) == 0, "IN_FEATURES must be a multiple of 512");
 static_assert(kSquareOffset + 128 + kRoomBytes <= SMEM_BYTES, "SMEM_BYTES is too small");
 
 struct Place {
   uint32_t shared;
-  int warp, lane, token, quarter;   // as in weight_stream.cuh
+  int warp, lane, token, quarter;   // named as in weight_stream.cuh
   DEVICE Place() {
     extern __shared__ __align__(1024) unsigned char memory[];
     shared = shared_address(memory);
     warp = threadIdx.x >> 5, lane = threadIdx.x & 31, token = lane >> 2, quarter = lane & 3;
   }
   DEVICE uint32_t chunk(int run, int slot) const { return shared + (run * kSlots + slot) * kChunkBytes; }
-  // Where the lane's columns of unit u of its run begin.
+  // Returns the first of the lane's columns in unit u of its run.
   DEVICE int column(int u) const { return (warp * kOwnUnits + u) * 64 + quarter * 8; }
 };
 
-// The run of every tile of the block, on its way to where the lane reads it.
+// Starts the copies of the warp's run of every tile of the block. Each lane copies what it reads itself.
 struct Weights {
   DEVICE Weights(const Place& at, const void* weight, int num_tiles) {
     for (int round = 0; round < HEAD_ROUNDS; round++) {
@@ -62,7 +62,7 @@ struct Weights {
   }
 };
 
-// As qkv_row.cuh wants it. x is normalised as in linear/activations.cuh.
+// The product with the interface that qkv_row.cuh describes. x is normalised as in linear/activations.cuh.
 struct Product {
   using Place = unquantised::Place;
   using Weights = unquantised::Weights;
@@ -107,6 +107,7 @@ struct Product {
   }
   DEVICE uint32_t partial(int run, int round) const { return at.chunk(run, round * kOwnUnits); }
 
+  // Returns 1 / rms of x, of which `v` is the lane's part. All threads call it.
   DEVICE float rms(const uint4 (&v)[kOwnUnits][2], float eps) const {
     float sum = 0.0f;
 #pragma unroll

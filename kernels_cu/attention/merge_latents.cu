@@ -1,4 +1,4 @@
-// merge_latents: the runs of latent_attention merged, and values made of the weighted latents, for the rows of a step.
+// merge_latents: merges the runs of latent_attention and makes values of the weighted latents, for the rows of a step.
 //
 // out[t, h, :] = up[h, N:, :] sum_r w_r means[t, r, h, :] / sum_r w_r,  w_r = 2^log_sums[t, h, r],  over the row's runs
 //
@@ -11,27 +11,26 @@
 //                values. VALUE_DIM: elements of a value, a multiple of 32
 // grid           (HEADS, b), b at most T: block y takes the rows y, y + b and so on; block 512; 8192 + 4 C bytes of static shared
 //                memory
-// launched after latent_attention, which starts once all before the two products in front of absorb_queries have finished: what a
-//                step's rows are is read before pdl_wait
-// numerics       float32: 2048 / C groups of threads add up every so many runs in order, then the groups in order; of a
+// launched after latent_attention, which starts once all kernels before the two products in front of absorb_queries have finished: so
+//                positions and slots are read before pdl_wait
+// numerics       float32: each of G = 2048 / C groups of threads adds up every G-th run in order, then the groups are added in order; of a
 //                product with up a lane's columns in order, then the lanes; rounded once
-// oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; Flash-Decoding (Dao et al. 2023)
-// layout         As absorb_queries: a block holds its head's part of up in registers, read before the wait, a warp U / 16 rows.
-//                A thread has four columns of every so many runs, and asks for up to 16 of these at a time. Every warp finds the
-//                shares of all runs by itself, 32 a time in its lanes, while the first of them are on their way
+// layout         As in absorb_queries a block holds its head's part of up in registers, read before the wait, a warp U / 16 rows. A thread
+//                has four columns of every G-th run, and asks for up to 16 of these at a time. Every warp finds the shares of all runs by
+//                itself, 32 at a time in its lanes, while the first of them are on their way
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif
 #include "latent_cut.cuh"
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kRunThreads = KV_RANK / 4;      // with four columns each
-constexpr int kGroups = kThreads / kRunThreads;
+constexpr int kRunThreads = KV_RANK / 4;      // threads that take a run, four columns each
+constexpr int kGroups = kThreads / kRunThreads;  // groups of so many threads
 constexpr int kWarpRows = VALUE_DIM / kWarps;
-constexpr int kSpans = KV_RANK / 256;         // of 256 columns, 8 a lane
-constexpr int kMostRuns = 256, kLaneRuns = kMostRuns / 32;   // and those of which a lane keeps the share
-constexpr int kFewRuns = 32;  // of a row, while whose means come the next kernel may start
+constexpr int kSpans = KV_RANK / 256;         // spans of 256 columns, 8 for each lane
+constexpr int kMostRuns = 256, kLaneRuns = kMostRuns / 32;   // most runs of a row; how many of them a lane keeps the share of
+constexpr int kFewRuns = 32;  // with at most so many runs of a row the next kernel starts before their means are asked for
 constexpr int kBatch = KV_RANK == 256 ? 16 : 8;  // runs that a thread reads at a time
 static_assert(kThreads % kRunThreads == 0 && kRunThreads % 32 == 0 && KV_RANK % 256 == 0 && VALUE_DIM % kWarps == 0,
               "sizes that the kernel does not take");
@@ -47,7 +46,7 @@ DEVICE float warp_sum(float x) {
   return x;
 }
 
-// Each run's share of a head's result: share[i] of run 32 i + lane, 0 of one that does not exist.
+// Finds each run's share of a head's result: share[i] is that of run 32 i + lane, 0 if it does not exist.
 DEVICE void share_runs(float (&share)[kLaneRuns], const float* log_sums, int num_runs, int lane) {
   float top = kNoMaximum, sum = 0.0f;
 #pragma unroll
@@ -70,8 +69,8 @@ DEVICE void share_runs(float (&share)[kLaneRuns], const float* log_sums, int num
   }
 }
 
-// Asks for four columns of the runs first + group, first + group + kGroups and so on, of the last run in place of those that do
-// not exist.
+// Asks for the thread's four columns of the runs first + group, first + group + kGroups and so on; the last run takes the place of those
+// that do not exist.
 DEVICE void load_runs(float4 (&values)[kBatch], const float* results, int first, int group, int num_runs) {
 #pragma unroll
   for (int b = 0; b < kBatch; b++) {
@@ -81,7 +80,7 @@ DEVICE void load_runs(float4 (&values)[kBatch], const float* results, int first,
   }
 }
 
-// The thread's part of sum_r share_r means[r].
+// Returns the thread's part of sum_r share_r means[r].
 DEVICE float4 merge_runs(const float* results, const float* log_sums, int group, int num_runs, int lane) {
   float share[kLaneRuns];
   float4 values[kBatch], sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -108,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ __align__(16) float latent[KV_RANK];
   const int head = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = threadIdx.x % kRunThreads * 4, group = threadIdx.x / kRunThreads;
-  const int first_column = column / 16 * 16 + column % 16 / 2;   // what lies at `column`: this one, the next, and both + 8
+  const int first_column = column / 16 * 16 + column % 16 / 2;   // the columns that are stored at `column`: this one, the next, and both + 8
   const scalar_t* own = up + (static_cast<int64_t>(head) * (NOPE_DIM + VALUE_DIM) + NOPE_DIM + warp * kWarpRows) * KV_RANK;
   uint4 weights[kWarpRows][kSpans];
 #pragma unroll
@@ -117,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int span = 0; span < kSpans; span++)
       weights[d][span] = load16_past_l1(own + d * KV_RANK + span * 256 + lane * 8);
   int length = length_of(blockIdx.y, positions, slots);
-  // The next kernel's weights are not to be in the way of many means.
+  // With many runs the next kernel starts when their first means have been asked for: its loads of weights would be in the way.
   if (LatentCut(length, num_splits).num_runs <= kFewRuns) pdl_launch_dependents();
   pdl_wait();
   for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {

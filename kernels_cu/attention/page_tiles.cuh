@@ -1,4 +1,5 @@
-// Pages in 16 bits or fp8, and what a warp does with tiles of them: 16 keys, 16 values.
+// One set of types and functions for pages in 16 bits and in fp8, and a warp's operations on a tile of them: 16 keys,
+// 16 values.
 #pragma once
 #include "decode_cut.cuh"
 
@@ -11,9 +12,9 @@ typedef CodeRow PageRow;
 typedef scalar_t page_t;
 typedef TileRow PageRow;
 constexpr int kTileBytes = kKeys * kRowBytes;
-constexpr int kAtOnce = 1;  // pages
+constexpr int kAtOnce = 1;  // pages that are taken together
 
-// Keys and values are what they are.
+// Keys and values in 16 bits have no scales: every factor is 1.
 DEVICE float key_factor(float) { return 1.0f; }
 DEVICE float value_factor(float) { return 1.0f; }
 struct PageScales {
@@ -25,8 +26,10 @@ struct PageScales {
   DEVICE void next() {}
 };
 
+// Byte offset of a row's 16-byte chunk in a tile that is copied from a page.
 DEVICE int copied_place(int row, int chunk) { return swizzled(row, chunk); }
 
+// Loads the warp's 16 query rows from their tile in shared memory.
 DEVICE void load_query(WarpState& state, uint32_t tile) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -35,7 +38,7 @@ DEVICE void load_query(WarpState& state, uint32_t tile) {
   }
 }
 
-// The rows of 16 keys that a lane reads; find(key): the row of one of them.
+// The rows of 16 keys that a lane reads. find(key) returns the row of one of them.
 struct KeyRows {
   TileRow row;
 
@@ -55,8 +58,8 @@ DEVICE void accumulate_row(WarpState& state, const float (&weights)[2][4], const
   accumulate_tile(state, weights, v_row);
 }
 
-// Four elements of a query row that a lane holds in tiles 2 pair and 2 pair + 1 of the output: two from first_element() on,
-// and the two kSecondElements further on.
+// output_vector returns four elements of a query row that a lane holds in tiles 2 pair and 2 pair + 1 of the output:
+// two from dimension first_element() on, and the two kSecondElements further on.
 constexpr int kSecondElements = 8;
 DEVICE int first_element(int pair, int lane) { return pair * 16 + lane % 4 * 2; }
 DEVICE float4 output_vector(const WarpState& state, int pair, int half, float inverse) {
@@ -64,10 +67,10 @@ DEVICE float4 output_vector(const WarpState& state, int pair, int half, float in
   return make_float4(first[0] * inverse, first[1] * inverse, second[0] * inverse, second[1] * inverse);
 }
 #endif
-constexpr int kCopiedChunks = HEAD_DIM * sizeof(page_t) / 16;  // of a row in a page
+constexpr int kCopiedChunks = HEAD_DIM * sizeof(page_t) / 16;  // 16-byte chunks of a row in a page
 constexpr int kChunkElements = 16 / sizeof(page_t);
 
-// A tile of 16 keys, or of 16 values, one row after another.
+// score_rows and accumulate_row for a tile of 16 keys, or of 16 values, that lie one after another.
 DEVICE void score_keys(float (&scores)[2][4], const WarpState& state, uint32_t k_tile, float k_scale) {
   score_rows(scores, state, KeyRows([&](int key) { return PageRow(k_tile, key); }), k_scale);
 }

@@ -5,12 +5,14 @@
 
 DEVICE bool is_first_thread() { return threadIdx.x == 0 && (TEAMS == 1 || threadIdx.y == 0); }
 
+// The result of a query row over a part of its keys: a vector, four elements of the output, and the log2 of the sum of weights.
 struct Partial {
   float4 out;  // normalised
   float log_sum;
 };
 
-// What partials of a vector have come to: `total` normalised by the last of them, `sum` of weights in units of its.
+// The weighted mean of the partials of a vector so far. `total.log_sum` is the largest of their log_sum; `total.out`, the weighted sum of
+// their vectors, and `sum`, the sum of their weights, are in units of 2^total.log_sum.
 struct Mean {
   Partial total = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), kNoMaximum};
   float sum = 0.0f;
@@ -40,8 +42,8 @@ struct Mean {
   }
 };
 
-// Means of `count` partials of each of OWN vectors, weighted by their sums of weights, in index order: `load(index, own)`. BATCH loads
-// of every vector are in flight at a time.
+// Adds `count` partials to the mean of each of OWN vectors, weighted by their sums of weights, in index order. load(index, own) returns one
+// of them. BATCH loads of every vector are in flight at a time.
 template <int BATCH, int OWN, typename Load>
 DEVICE void merge(Mean (&means)[OWN], int count, Load load) {
   for (int first = 0; first < count; first += BATCH) {
@@ -58,7 +60,7 @@ DEVICE void merge(Mean (&means)[OWN], int count, Load load) {
   }
 }
 
-// The same of one vector.
+// Returns the mean of `count` partials of one vector.
 template <int BATCH, typename Load>
 DEVICE Partial merge(int count, Load load) {
   Mean mean[1];
@@ -66,13 +68,15 @@ DEVICE Partial merge(int count, Load load) {
   return mean[0].finished();
 }
 
-// 20 bytes into the shared memory of block `rank`, counted by its barrier: `out` and `log_sum` are where they go.
+// Sends 20 bytes to the shared memory of block `rank` of the cluster, whose barrier counts them. `out` and `log_sum`, where they go, and
+// `barrier` are addresses in the caller's own shared memory, which are the same in all blocks.
 DEVICE void send_partial(uint32_t out, uint32_t log_sum, uint32_t barrier, int rank, const Partial& part) {
   barrier = peer_address(barrier, rank);
   send_float4(peer_address(out, rank), barrier, part.out.x, part.out.y, part.out.z, part.out.w);
   send_float(peer_address(log_sum, rank), barrier, part.log_sum);
 }
 
+// Reads a partial that has arrived in shared memory.
 DEVICE Partial received_partial(uint32_t out, uint32_t log_sum) {
   Partial part;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -83,9 +87,9 @@ DEVICE Partial received_partial(uint32_t out, uint32_t log_sum) {
   return part;
 }
 
-// True in the block whose `count` makes the sum of all that call it with the same counter `expected`; the counter is then
-// zero again. What the others wrote before is visible: one thread's acquire and release stand for the block, which the
-// barriers order around it.
+// Adds `count` to a counter and returns whether it is `expected` then: true in the last block to arrive, which sets the counter back to
+// zero. What the other blocks wrote before is visible to it: one thread's acquire and release stand for the block, which the barriers order
+// around it.
 DEVICE bool arrives_last(int* arrivals, int expected, int count = 1) {
   __shared__ bool last;
   __syncthreads();

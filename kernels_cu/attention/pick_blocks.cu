@@ -1,21 +1,21 @@
-// The blocks of 64 tokens that a row looks at, from their scores.
+// pick_blocks: chooses the blocks of 64 tokens that a row attends to, by their scores.
 //
 //   formula   a row at position i chooses if i + 1 > dense_context; own = i / 64, local = own - local_blocks. Per KV head:
 //             score of block b = max(pooled[b].y, pooled[b + 1].x), init_blocks <= b < local;
-//             blocks = 0 .. init_blocks - 1, those of the highest scores, the lower one of equals, local .. own:
-//             num_selected of them, ascending
+//             blocks = 0 .. init_blocks - 1, those of the highest scores (of equal scores the lower block), local .. own: num_selected of
+//             them, ascending
 //   operands  blocks (T, K, num_selected) int32, stored for rows that choose; pooled (T, K, pages_per_sequence, 2) float32
 //             by select_blocks.cu; positions, slots (T) int32
-//   constants THREADS: of a block
+//   constants THREADS: threads of a block
 //   launch    grid (T, K), block THREADS, 4 * pages_per_sequence bytes of shared memory
 //   numerics  comparisons
 //   oracle    reference/sparse_attention.py choose_blocks
 //   source    InfLLM-v2 (arXiv 2509.24663)
-//   layout    the threshold of the choice is found by digits of 10 bits, from the highest: a histogram of those scores that
-//             begin as the threshold does says its next digit, and mostly two digits are enough. Counts in shared memory have no
-//             order to depend on. Scores are not negative, so that their bits have their order. A thread reads only scores that
-//             it has stored. A row's block works alone while everything waits for it: what counts is how many instructions
-//             follow one another
+//   layout    the threshold of the choice is found by digits of 10 bits, from the highest: a histogram of those scores that begin with the
+//             digits found so far gives the next digit, and mostly two digits are enough. Counts in shared memory do not depend on the
+//             order of their additions. Scores are not negative, so that their bits have their order. A thread reads only scores that it
+//             has stored itself. Everything else waits while a row's block works alone, so what counts is how many instructions follow one
+//             another
 #if !defined(THREADS)
 #error "a constant is not defined"
 #endif
@@ -29,16 +29,16 @@ constexpr int kOwnBins = kBins / THREADS;
 static_assert(kBins % THREADS == 0 && kOwnBins % 2 == 0, "whole pairs of bins");
 
 struct Counts {
-  int bins[kBins];  // zero but while a digit is looked for
-  int of_warps[2][kChoosers];
-  int bin, above, inside;  // that the threshold has; scores in higher ones; in it
+  int bins[kBins];  // the histogram; zero except while a digit is looked for
+  int of_warps[2][kChoosers];  // a number of each warp, for meet()
+  int bin, above, inside;  // the threshold's bin, how many scores lie in higher ones, how many in it
 
   DEVICE void clear() {
     for (int i = threadIdx.x; i < kBins; i += THREADS) bins[i] = 0;
   }
 };
 
-// A warp's part of the scores: whole words of bits.
+// The part of the scores that the calling warp takes: a multiple of 32, except for the last ones.
 struct Run {
   int begin, end;
 
@@ -46,7 +46,7 @@ struct Run {
     const int length = (count + THREADS - 1) / THREADS * 32;
     begin = threadIdx.x / 32 * length, end = min(begin + length, count);
   }
-  // take(i, value_at(i)) of this lane's, AT_ONCE at a time, once the values of all of them are there.
+  // Calls take(i, value_at(i)) for each of this lane's scores. AT_ONCE values are loaded together, before the first of them is taken.
   template <int AT_ONCE, typename ValueAt, typename Take>
   DEVICE void each(ValueAt value_at, Take take) const {
 #pragma unroll 1
@@ -60,14 +60,14 @@ struct Run {
       }
     }
   }
-  // take(score) of this lane's.
+  // Calls take(score) for each of this lane's scores.
   template <typename Take>
   DEVICE void each(const uint32_t* scores, Take take) const {
     each<2>([&](int i) { return scores[i]; }, [&](int, uint32_t score) { take(score); });
   }
 };
 
-// Of one number of each warp the sum, and the sum of those of the warps before.
+// Returns the sum of a number of each warp, and the sum over the warps before the calling one. All threads call it.
 DEVICE int2 meet(int of_warp, int (&of_warps)[kChoosers]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
   if (lane == 0) of_warps[warp] = of_warp;
@@ -76,8 +76,8 @@ DEVICE int2 meet(int of_warp, int (&of_warps)[kChoosers]) {
   return make_int2(__reduce_add_sync(0xFFFFFFFFu, part), __reduce_add_sync(0xFFFFFFFFu, lane < warp ? part : 0));
 }
 
-// Finds the bin of the score of rank `wanted` from above, and clears the bins. A thread has some neighbouring ones, the first
-// thread the highest.
+// Stores in `counts` the bin of the score of rank `wanted` from above, and clears the histogram. A thread has kOwnBins neighbouring bins,
+// the first thread the highest. All threads call it.
 DEVICE void find_bin(Counts& counts, int wanted) {
   const int lane = threadIdx.x & 31, first = kBins - kOwnBins * (threadIdx.x + 1);
   int bins[kOwnBins], own = 0;
@@ -89,7 +89,7 @@ DEVICE void find_bin(Counts& counts, int wanted) {
   }
   const int of_warp = __reduce_add_sync(0xFFFFFFFFu, own);
   int above = meet(of_warp, counts.of_warps[0]).y;
-  if (above < wanted && wanted <= above + of_warp) {  // the bin is this warp's
+  if (above < wanted && wanted <= above + of_warp) {  // one of this warp's bins is the one
     int sum = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -108,8 +108,8 @@ DEVICE void find_bin(Counts& counts, int wanted) {
   __syncthreads();
 }
 
-// The largest score that `wanted` ones are not below; or less, if then these are exactly so many. The bins hold the first digits
-// of all scores.
+// Returns the largest threshold that at least `wanted` scores reach, or a lower one that exactly `wanted` scores reach. The histogram must
+// hold the first digits of all scores.
 DEVICE uint32_t threshold(const uint32_t* scores, const Run& run, int wanted, Counts& counts) {
   int shift = kScoreBits - kDigitBits;
   find_bin(counts, wanted);
@@ -129,12 +129,12 @@ DEVICE uint32_t threshold(const uint32_t* scores, const Run& run, int wanted, Co
   return found << shift;
 }
 
-// Positions and slots are older than the kernel before this one's own wait, so that they are read early.
+// Positions and slots are read before pdl_wait: they were written before the kernel before this one passed its own wait.
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL(pick_blocks)(int* blocks, const float2* pooled, const int* positions, const int* slots,
                         int pages_per_sequence, int num_selected, int init_blocks, int local_blocks,
                         int dense_context) {
-  extern __shared__ uint32_t scores[];  // of blocks init_blocks .. local - 1
+  extern __shared__ uint32_t scores[];  // scores of blocks init_blocks .. local - 1
   __shared__ Counts counts;
   const int row = blockIdx.x, lane = threadIdx.x & 31;
   const int position = __ldcg(positions + row);
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __syncthreads();
   const uint32_t least = threshold(scores, run, wanted, counts);
 
-  // A bit for each score above the threshold, and one for each equal to it. What is taken before a block follows from them.
+  // A bit for each score above the threshold, and one for each equal to it. They say how many blocks are taken before a block.
   uint32_t num_above = 0, num_equal = 0;
   const auto bits_at = [&](int first, uint32_t& above, uint32_t& equal) {
     const uint32_t score = first + lane < run.end ? scores[first + lane] : 0;
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     num_above += __popc(above), num_equal += __popc(equal);
   }
   const int2 both = meet(static_cast<int>(num_above | num_equal << 16), counts.of_warps[1]);
-  const int equal_taken = wanted - (both.x & 0xFFFF);  // of the equal ones the first
+  const int equal_taken = wanted - (both.x & 0xFFFF);  // how many of the equal ones are taken: the first
   int above_before = both.y & 0xFFFF, equal_before = static_cast<uint32_t>(both.y) >> 16;
   const uint32_t lower_lanes = (1u << lane) - 1;
 #pragma unroll 2

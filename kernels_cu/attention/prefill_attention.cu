@@ -27,8 +27,8 @@
 #endif
 #include "attention.cuh"
 
-// An earlier kernel writes the chunk: as __restrict__ it might be loaded before pdl_wait. Below sm_90 nothing starts
-// early, and the promise saves a register that would be spilled.
+// An earlier kernel writes the chunk: as __restrict__ it might be loaded before pdl_wait. Below sm_90 no kernel starts
+// early, and __restrict__ saves a register that would be spilled.
 #if __CUDA_ARCH__ >= 900
 #define CHUNK_RESTRICT
 #else
@@ -42,12 +42,12 @@ constexpr int kThreads = 128;
 constexpr int kPageBytes = kPageTokens * kRowBytes;
 constexpr int kQueryBytes = kTileRows * kRowBytes;
 
-// Blocks take the chunk's rows from the end: negative past the beginning.
+// Returns the block's first row of the chunk. Blocks take rows from the end: it is negative past the beginning.
 DEVICE int first_row_of_block(int count) {
   return ((count + kRows - 1) / kRows - 1 - static_cast<int>(blockIdx.y)) * kRows;
 }
 
-// q rows of the block into shared memory; rows that do not exist become zeros.
+// Starts the copies of the block's rows of q to shared memory; rows that do not exist become zeros.
 DEVICE void load_queries(uint32_t dst, const scalar_t* q, int row_stride, int first_row, int count) {
 #pragma unroll
   for (int i = 0; i < kTileRows * kRowChunks / kThreads; ++i) {
@@ -59,7 +59,8 @@ DEVICE void load_queries(uint32_t dst, const scalar_t* q, int row_stride, int fi
   }
 }
 
-// One page of K or V; rows from `valid` on are zeroed: they were never written and 0 * NaN would stay.
+// Starts the copies of one page of K or V. Rows from `valid` on become zeros: they were never written, and 0 * NaN
+// would stay NaN.
 DEVICE void load_page(uint32_t dst, const scalar_t* rows, int valid) {
 #pragma unroll
   for (int i = 0; i < kPageTokens * kRowChunks / kThreads; ++i) {
@@ -68,10 +69,11 @@ DEVICE void load_page(uint32_t dst, const scalar_t* rows, int valid) {
   }
 }
 
+// A warp's state for its 32 query rows, in two m-tiles.
 struct WarpRows {
   float out[2][kDimTiles][4];
-  float max[2][2];  // of scale * log2(e) * score
-  float sum[2][2];  // this lane's part
+  float max[2][2];  // maxima of scale * log2(e) * score
+  float sum[2][2];  // this lane's part of the sums of weights
 };
 
 // scores[m-tile][key tile] = q k for the warp's 32 rows and the 64 keys of a page.
@@ -174,7 +176,8 @@ DEVICE void accumulate_page(WarpRows& rows, const float (&weights)[2][8][4], uin
   }
 }
 
-// Through the warp's own rows of the query tile, so that rows leave in 16-byte pieces.
+// Stores the normalised output. It passes through the warp's own rows of the query tile, so that rows leave in 16-byte
+// pieces.
 DEVICE void store_rows(scalar_t* out, WarpRows& rows, unsigned char* q_tile, int row_stride, int first_row, int count) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   __syncwarp();
@@ -241,14 +244,14 @@ KERNEL(prefill_attention)(scalar_t* __restrict__ out, const scalar_t* __restrict
     const int stage = (page & 1) * kPageBytes, first_key = page * kPageTokens;
     float scores[2][8][4] = {};
     score_page(scores, q_tile, k_tiles + stage);
-    const bool begins_early = WINDOW > 0 && first_key < start + first_row + kRows - WINDOW;  // before a row's window
+    const bool begins_early = WINDOW > 0 && first_key < start + first_row + kRows - WINDOW;  // begins before a row's window
     if (begins_early || first_key + kPageTokens - 1 > start + first_row) {
       mask_page(scores, first_key, start + first_row);
     }
     softmax_page(scores, rows, scale * kLog2e);
     accumulate_page(rows, scores, v_tiles + stage);
   }
-  // Read again: nothing that only the end needs should hold a register through the loop.
+  // The count is read again, so that it holds no register through the loop.
   const int end = *const_cast<const volatile int*>(chunk + 2);
   store_rows(out + blockIdx.x * kHeads * HEAD_DIM, rows, shared, row_stride, first_row_of_block(end), end);
 }

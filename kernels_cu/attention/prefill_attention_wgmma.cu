@@ -29,13 +29,13 @@
 #include "wgmma_attention.cuh"
 
 constexpr int kTilePages = 2;
-constexpr int kKeys = kTilePages * kPageTokens;  // of a tile
+constexpr int kKeys = kTilePages * kPageTokens;  // keys of a tile
 constexpr int kTileBytes = kKeys * kRowBytes;
 constexpr int kTilePanelBytes = kKeys * kSwizzle;
 using Scores = float[kKeys / 2];
 using Weights = uint32_t[kKeys / 16][4];
 
-constexpr int kWarpgroups = HEAD_DIM == 64 ? 3 : 2;  // that multiply: as many as the registers allow
+constexpr int kWarpgroups = HEAD_DIM == 64 ? 3 : 2;  // warpgroups that multiply: as many as the registers allow
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroupThreads;
 constexpr int kHeads = GROUP % kWarpgroups == 0 ? kWarpgroups : 1;
 constexpr int kRows = kWarpgroupRows * kWarpgroups / kHeads;  // consecutive positions of a block
@@ -50,6 +50,8 @@ constexpr int kKeyTiles = kWarpgroups * kQueryBytes;
 constexpr int kValueTiles = kKeyTiles + kStages * kTileBytes;
 constexpr int kBarriers = kValueTiles + kStages * kTileBytes;
 constexpr int kSharedBytes = kBarriers + (4 * kStages + 1) * 8;
+// Barriers of a place of the ring: its keys, or values, are ready, or have been read. kLanded: the values of the
+// chunk's last tile are there, but rows that were never written have yet to be cleared.
 enum Barrier { kKeysReady, kValuesReady, kKeysRead, kValuesRead, kLanded };
 static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block can have");
 
@@ -57,22 +59,22 @@ DEVICE uint32_t barrier_of(uint32_t shared, Barrier kind, int stage) {
   return shared + kBarriers + (kind * kStages + stage) * 8;
 }
 
-// What a block works on.
+// The part of the chunk that a block takes.
 struct Work {
   int slot, start, count;
-  int first_row;  // of the chunk; blocks take its rows from the end: negative past the beginning
-  int tiles;      // of keys up to the one that its last row sees last
+  int first_row;  // first row of the chunk's; blocks take these from the end: negative past the beginning
+  int tiles;      // tiles of keys up to the last one that its last row sees
 
   DEVICE explicit Work(const int* chunk) {
     slot = chunk[0], start = chunk[1], count = chunk[2];
     first_row = ((count + kRows - 1) / kRows - 1 - static_cast<int>(blockIdx.y)) * kRows;
     tiles = (start + min(count, first_row + kRows) + kKeys - 1) / kKeys;
   }
-  // Tiles that are read: those of the first row's window, and later ones.
+  // Returns how many tiles are read: with WINDOW those from the first row's window on, else all.
   DEVICE int rounds() const { return WINDOW > 0 ? tiles - max(start + first_row + 1 - WINDOW, 0) / kKeys : tiles; }
 };
 
-// Row of the chunk, and head of the block, of a row of a warpgroup.
+// The row of the chunk, and the head of the block, with which a warpgroup's rows begin.
 DEVICE int warpgroup_row(int first_row, int warpgroup) {
   return first_row + (kHeads == 1 ? warpgroup * kWarpgroupRows : 0);
 }
@@ -80,6 +82,7 @@ DEVICE int warpgroup_head(int warpgroup) { return kHeads == 1 ? 0 : warpgroup; }
 
 // ---- the copying warp
 
+// The keys, or the values, of one KV head.
 struct Source {
   const TensorMap& map;
   int num_kv_heads, kv_head;
@@ -93,6 +96,7 @@ struct Source {
   }
 };
 
+// Copies the block's tiles of keys and values through the ring, the last tile first. One warp calls it.
 DEVICE void copy_tiles(const Work& work, const Source& keys, const Source& values, const int* block_table,
                        unsigned char* shared) {
   const uint32_t base = shared_address(shared);
@@ -139,7 +143,7 @@ DEVICE void mask(Scores& scores, int first_key, int first_query) {
   }
 }
 
-// Scores become weights 2^(factor * score - max). keep: what brings earlier weights to the new maximum.
+// Turns scores into weights 2^(factor * score - max). `keep` is what brings earlier weights to the new maximum.
 DEVICE void softmax(Scores& scores, Rows& rows, float (&keep)[2], float factor) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -160,13 +164,15 @@ DEVICE void softmax(Scores& scores, Rows& rows, float (&keep)[2], float factor) 
   }
 }
 
-// The sums of a column-tile pair are the a operand of a product over 16 keys.
+// Packs the weights as A operands of the products with v: a pair of tiles of 8 columns is the operand of a product over
+// 16 keys.
 DEVICE void pack(Weights& weights, const Scores& scores) {
 #pragma unroll
   for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = pack2(scores[2 * i], scores[2 * i + 1]);
 }
 
-// Warpgroup w waits at barrier 1 + w until it may start products; there are tiles - 1 rounds, and w = 0 begins.
+// Warpgroups take turns to start their products: warpgroup w waits at numbered barrier 1 + w. There are tiles - 1
+// rounds, which warpgroup 0 begins.
 DEVICE void take_turn(int warpgroup, int round) {
   if (warpgroup > 0 || round > 1) barrier_wait(1 + warpgroup, 2 * kWarpgroupThreads);
 }
@@ -175,6 +181,7 @@ DEVICE void pass_turn(int warpgroup, int round, int rounds) {
   if (next > 0 || round < rounds) barrier_arrive(1 + next, 2 * kWarpgroupThreads);
 }
 
+// Attends from a warpgroup's 64 query rows to all tiles of the block.
 DEVICE void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride, float factor,
                      unsigned char* shared) {
   // The number is the same in all lanes: products in a branch that looks divergent would be serialised.
@@ -225,7 +232,7 @@ DEVICE void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row
     wgmma_wait<1>();
     settle(scores);
     if (leads) mbarrier_arrive(barrier_of(base, kKeysRead, stage));
-    const bool begins_early = WINDOW > 0 && first_key < first_query + kWarpgroupRows - WINDOW;  // before a row's window
+    const bool begins_early = WINDOW > 0 && first_key < first_query + kWarpgroupRows - WINDOW;  // begins before a row's window
     if (begins_early || first_key + kKeys - 1 > first_query) mask(scores, first_key, first_query);
     softmax(scores, rows, keep, factor);
     finish_before_wait(rows.sum[0] + rows.sum[1], base);

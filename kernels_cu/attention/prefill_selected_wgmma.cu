@@ -25,28 +25,28 @@
 //                chose with a bit for each row, and one warp copies these through a ring. 64 rows of a product are
 //                kHeads heads of up to kTileRows neighbours, of which a warp has one, and makes the softmax only if
 //                this one chose the block. Blocks that at most two rows of a warpgroup chose are multiplied by each
-//                row's warp alone, with the same order of sums; where rows share much, all is multiplied together. Both
-//                sides know from the list who reads an entry: a warp waits for its own ones alone, and the copying warp
-//                arrives in the place of the others. An entry goes to any place that is free: in order, those behind
-//                one whose warp is busy would wait too. A maximum is raised only where it is far surpassed, and the
-//                first half of the keys is multiplied with v beside the exponentials of the second. Each block is given
-//                back before the next is waited for: waiting a whole ring further on would deadlock. Measured:
-//                tools/log/sparse.md
+//                row's warp alone, with the same order of sums; where rows share much, all is multiplied together. The
+//                list says who reads an entry: a warp waits only for the entries that it reads itself, and the copying
+//                warp arrives at their barriers in the place of the warps that do not. An entry goes to any place that
+//                is free: in order, entries behind one whose warp is busy would wait too. A maximum is raised only
+//                where it is far surpassed, and the first half of the keys is multiplied with v beside the exponentials
+//                of the second. A warp gives each block back before it waits for the next one, which may lie a whole
+//                ring further on: else this would deadlock. Measured: tools/log/sparse.md
 #if !defined(HEAD_DIM) || !defined(GROUP)
 #error "a constant is not defined"
 #endif
 #include "chosen_blocks.cuh"
 #include "warp_products.cuh"
 
-constexpr int kKeys = kPageTokens;  // of a tile
+constexpr int kKeys = kPageTokens;  // keys of a tile
 constexpr int kTileBytes = kKeys * kRowBytes;
 constexpr int kTilePanelBytes = kKeys * kSwizzle;
 using Scores = float[kKeys / 2];
 using Weights = uint32_t[kKeys / 16][4];
 
-constexpr int kStages = 5;  // blocks of keys and values in shared memory
-constexpr int kParts = 2;   // of a block's keys, multiplied with v one after the other
-constexpr float kSlack = 8.0f;  // by how much scores may surpass a row's maximum before it is raised: a power of two
+constexpr int kStages = 5;  // places of the ring: blocks of keys and values
+constexpr int kParts = 2;   // parts of a block's keys, multiplied with v one after the other
+constexpr float kSlack = 8.0f;  // by how much, in powers of two, scores may surpass a row's maximum before it is raised
 
 // A copying warpgroup needs few registers, the others all that it leaves (of 65,536, in eights).
 constexpr int kProducerRegisters = 32;
@@ -56,23 +56,25 @@ constexpr int kConsumerRegisters = 160;
 constexpr int kKeyTiles = kWarpgroups * kQueryBytes;
 constexpr int kValueTiles = kKeyTiles + kStages * kTileBytes;
 constexpr int kBarriers = kValueTiles + kStages * kTileBytes;
-constexpr int kCounts = kBarriers + (2 * kStages + 2) * 8;  // of a warp's part of the list
+constexpr int kCounts = kBarriers + (2 * kStages + 2) * 8;  // offset of the number of entries in each warp's part of the list
 constexpr int kListOffset = kCounts + kWarps * 4;
 static_assert(kListOffset % 8 == 0, "an entry is read at once");
+// Barriers of a place of the ring: it is ready, it has been read. kLanded: the chunk's last block is there, but rows of
+// values that were never written have yet to be cleared.
 enum Barrier { kReady, kRead, kLanded };
 
 DEVICE uint32_t barrier_of(uint32_t shared, Barrier kind, int stage) {
   return shared + kBarriers + (kind * kStages + stage) * 8;
 }
 
-// Where in the ring an entry is, and the parity of this turn of the place. Written to the entry's `page`, as a negative
-// number, once its copies have been asked for: before, the barrier of the place may be turns behind. Warps poll what another
-// one writes: both by atomics.
+// The place of an entry in the ring, and the parity of this turn of the place. The copying warp writes it to the
+// entry's `page`, as a negative number, once the copies have been asked for: before, the barrier of the place may be
+// turns behind. Other warps poll it; both sides use atomics.
 struct Place {
   int stage, parity;
 
   DEVICE Place(int stage, int parity) : stage(stage), parity(parity) {}
-  // Waits until the entry has one. The same in all lanes, for the compiler too.
+  // Waits until the entry has a place. It is the same in all lanes, and the shuffle tells the compiler so.
   DEVICE explicit Place(Entry& entry) {
     int found = 0;
     do {
@@ -86,8 +88,8 @@ struct Place {
 
 // ---- the copying warp
 
-// Copies entry i to any place of the ring that is free, and says in its `page` which: an entry whose rows are busy does not
-// hold up those behind it.
+// Copies each entry of the list to any place of the ring that is free, and says in its `page` which: an entry whose
+// rows are busy does not hold up those behind it. One warp calls it.
 DEVICE void copy_blocks(const Work& work, const TensorMap& k_map, const TensorMap& v_map, int num_kv_heads, int kv_head,
                         Entry* list, int num_entries, unsigned char* shared) {
   const int lane = threadIdx.x & 31;
@@ -123,11 +125,11 @@ DEVICE void copy_blocks(const Work& work, const TensorMap& k_map, const TensorMa
 
 // ---- the warpgroups that multiply
 
-// What this lane's two rows of a tile see (one in the upper, one in the lower half of the warp's 16).
+// The keys that this lane's two rows of a tile see: one row in the upper and one in the lower half of the warp's 16.
 struct Sight {
-  int bit[2];        // which row of the thread block; kNoRow: none
-  int own_entry[2];  // of the list: its own block, where it sees no later key
-  int own_column[2];
+  int bit[2];        // the row's bit in Entry::rows; kNoRow: there is no row
+  int own_entry[2];  // the entry of its own block, in which it sees no later key
+  int own_column[2];  // its own key in this block
 
   DEVICE Sight(const Work& work, const Share& share, int num_entries) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
@@ -140,13 +142,13 @@ struct Sight {
       own_column[half] = position % kPageTokens;
     }
   }
-  // The last key of entry i that the row sees; -1 if it did not choose this block.
+  // Returns the last key of entry i that the row sees; -1 if it did not choose this block.
   DEVICE int last_seen(int half, uint32_t rows, int i) const {
     return !(rows >> bit[half] & 1) ? -1 : i == own_entry[half] ? own_column[half] : kKeys - 1;
   }
 };
 
-// Hides the keys after the last seen one.
+// Hides the keys after `upper` from the lane's upper row, and those after `lower` from its lower one.
 DEVICE void mask(Scores& scores, int upper, int lower) {
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll
@@ -155,8 +157,8 @@ DEVICE void mask(Scores& scores, int upper, int lower) {
   }
 }
 
-// Raises the maxima of the rows where scores surpass them by more than kSlack powers of two; what the rows had before is
-// brought to the new ones. All lanes of a warp do or none does.
+// Raises the maxima of the rows where scores surpass them by more than kSlack powers of two; sums and output are
+// brought to the new maxima. All lanes of a warp do so, or none does.
 DEVICE void raise_maxima(const Scores& scores, Rows& rows, float factor) {
   float top[2], keep[2];
 #pragma unroll
@@ -177,7 +179,7 @@ DEVICE void raise_maxima(const Scores& scores, Rows& rows, float factor) {
   rescale(rows, keep);
 }
 
-// The scores of a part of the keys become weights; 0 where the rows did not choose the block.
+// Turns the scores of a part of the keys into weights; these are 0 where the rows did not choose the block.
 DEVICE void weigh(Weights& weights, Scores& scores, Rows& rows, int part, bool chosen, float factor) {
   constexpr int kCount = kKeys / 2 / kParts;
   const int first = part * kCount;
@@ -199,20 +201,21 @@ DEVICE void weigh(Weights& weights, Scores& scores, Rows& rows, int part, bool c
   }
 }
 
-// What a warpgroup has of the blocks so far, and what it needs for the next one.
+// A lane's results over the blocks so far, and what it needs for the next one.
 struct State {
   Rows rows;
   Scores scores;
   Weights weights;
   float factor;
 
-  // Scores of which a row sees keys up to `upper` or `lower`.
+  // Hides the keys that the rows do not see, after `upper` and `lower`, and raises the maxima.
   DEVICE void judge(int upper, int lower) {
     if (min(upper, lower) < kKeys - 1) mask(scores, upper, lower);
     raise_maxima(scores, rows, factor);
   }
 
-  // All warps of the warpgroup: a block that rows of some of them chose. `values`: of part 0.
+  // Takes a block that rows of some of the warpgroup's warps chose. All its warps call it; `values` are those of part
+  // 0.
   DEVICE void take_together(uint64_t queries, uint64_t keys, uint64_t values, int upper, int lower) {
     const bool chosen = max(upper, lower) >= 0;
     wgmma_fence();
@@ -232,7 +235,7 @@ struct State {
     settle(weights);
   }
 
-  // One warp: a block that its row chose. Tiles by their places in shared memory.
+  // Takes a block that the warp's row chose. One warp calls it; tiles are given by their addresses in shared memory.
   DEVICE void take_alone(uint32_t queries, uint32_t keys, uint32_t values, int upper, int lower) {
     score_alone(scores, queries, keys);
     judge(upper, lower);
@@ -244,7 +247,7 @@ struct State {
 };
 
 // Goes through the list, 32 entries at a time: a warp takes those that its row chose and those that its warpgroup takes
-// together. The next entry is known before this one is done: looking for it takes as long as a few products.
+// together. The next entry is found before this one is done: looking for it takes as long as a few products.
 DEVICE void take_blocks(State& state, const Share& share, const Sight& sight, Entry* list, const Listed& listed,
                         uint32_t query_tile, unsigned char* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;
@@ -279,6 +282,7 @@ DEVICE void take_blocks(State& state, const Share& share, const Sight& sight, En
   }
 }
 
+// Attends from a warpgroup's rows to all blocks of the list.
 DEVICE void multiply(const Work& work, scalar_t* out, const scalar_t* q, int row_stride, float factor, Entry* list,
                      const Listed& listed, unsigned char* shared) {
   // The number is the same in all lanes: products in a branch that looks divergent would be serialised.

@@ -5,22 +5,23 @@
 // partials, arrivals, k_pages, v_pages, positions, slots, block_tables, num_splits: as in decode_attention.cu; k and v of the row are stored
 // x              [K] scalar_t; norm [K]; weight packed as in packed_layout.cuh; rope [2, max_context, D / 2] float32
 // constants      GROUP: query heads of a KV head, at most 8. HEAD_ROUNDS: tiles of a block, an eighth of the KV head's, at most 8. STAGES:
-//                of the rings of pages, at least 2. SMEM_BYTES: of the product, which attention's memory follows, a multiple of 128.
-//                SMEM_BYTES leaves a ring of weights HEAD_ROUNDS chunks. EARLY_SLOTS: so many or more. KEPT_ROUNDS: 1, since partial sums
-//                lie in the rings
+//                places of the rings of pages, at least 2. SMEM_BYTES: shared memory of the product, a multiple of 128; attention's memory
+//                follows it. It leaves a ring of weights HEAD_ROUNDS chunks. EARLY_SLOTS: so many or more. KEPT_ROUNDS: 1, since partial
+//                sums lie in the rings
 //                LINEAR: HEAD_DIM: IN_FEATURES: WEIGHT_BITS: RUNS: SCALE_GROUP: ZEROS: ROWS: WARPS: WARPGROUPS: SHARED_RUN: NORM: PREPARED:
-//                STAGE_SLICES: CLUSTERS: RECEIVED_APART: FEEDS: TRIGGER: PORTABLE: as in linear_packed.cu for the normalised product
-//                qkv of one row, whose eight warps have a run of at most 128 columns each
+//                STAGE_SLICES: CLUSTERS: RECEIVED_APART: FEEDS: TRIGGER: PORTABLE: as in linear_packed.cu for the normalised product qkv of
+//                one row, whose eight warps have a run of at most 128 columns each
 // grid           8 * KV heads in clusters of 8; block 256; dynamic shared memory SMEM_BYTES + 16 * D * 2 + STAGES * 64 * D * 4 + 5 * GROUP * D
-// launched after kernels of which `embed`, or that of another layer's qkv, is the last to start the next one behind its own wait: where the
-//                row is, and pages older than it, are read before pdl_wait
-// numerics       the bits of the two kernels
+// launched after kernels of which `embed`, or the qkv kernel of another layer, is the last to release its successor only after its own
+//                wait: so position and slot of the row, and pages older than it, are read before pdl_wait
+// numerics       the bits of linear_packed_qkv and decode_attention
 // oracle         NumpyOps.qkv, then NumpyOps.decode_attention
 // source         original; Flash-Decoding (Dao et al. 2023), RoPE arXiv 2104.09864
-// layout         At one row and a short context both kernels take as long as their edges. Here the eight blocks of a cluster make the rows
-//                of q, k and v that their KV head needs, a tile a round for eight warps with a run each, and send them to each other;
-//                weights, pages and places were asked for before x was there. A row of any length comes out right, but of a long one
-//                each block takes many runs, one after another: decode_attention shares them out among many clusters
+// layout         For one row and a short context both kernels take little more than the time of their starts and ends. Here the eight
+//                blocks of a cluster make the rows of q, k and v that their KV head needs, a tile a round for eight warps with a run of K
+//                each, and send them to each other; weights, pages and block tables were asked for before x was there. A row of any length
+//                comes out right, but of a long one each block takes many runs of pages, one after another: decode_attention shares them
+//                out among many clusters
 #if !defined(GROUP) || !defined(HEAD_ROUNDS) || !defined(STAGES) || !defined(LINEAR) || !defined(HEAD_DIM) || !defined(IN_FEATURES) || \
     !defined(WEIGHT_BITS) || !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(ROWS) || !defined(WARPS) || \
     !defined(WARPGROUPS) || !defined(SHARED_RUN) || !defined(NORM) || !defined(PREPARED) || !defined(STAGE_SLICES) || \
@@ -35,7 +36,7 @@
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-// Headers of packed products and of attention have names in common.
+// The headers of packed products and those of attention define some of the same names.
 namespace quantised {
 #include "../linear_packed/packed_multiply.cuh"
 
@@ -43,7 +44,7 @@ static_assert(LINEAR == 0 && ROWS == 1 && !SHARED_RUN && NORM && !PREPARED && !C
 static_assert(kWarps == 8 && kSlots == HEAD_ROUNDS && kEarlySlots == kSlots, "all weights are asked for at once, and no others");
 static_assert(kChunkBytes >= 64, "sums of a tile lie where its weights did");
 
-// As qkv_row.cuh wants it.
+// The product with the interface that qkv_row.cuh describes.
 struct Product {
   using Place = Lane;
   using Weights = WeightStream;

@@ -1,9 +1,12 @@
-// A row's q, k and v, and its attention, by a cluster for each KV head. `Product` makes the rows of the product qkv that a KV head needs.
-//
-// It has Place, the calling lane's, and Weights, which asks for those of the block; prefetch(norm); wait(), until the weights are there;
-// multiply(x, norm, eps), behind pdl_wait, which leaves for each round and run of K the sums of a tile's rows and returns what they are
-// multiplied by; and partial(run, round): where these lie, 8 bytes for a row and its partner, once all warps have left theirs. kRuns: of
-// them. The first SMEM_BYTES of shared memory are its own but for kRoomBytes at kRowOffset.
+// Makes q, k and v of one row and attends with them, by a cluster of eight blocks for each KV head. The template parameter `Product` is the
+// product qkv, of which it makes the rows that a KV head needs:
+//   Place                  the calling lane's place; Weights: its constructor asks for the weights of the block's tiles
+//   prefetch(norm)         loads what it needs of the norm's weights
+//   wait()                 waits until the weights are there
+//   multiply(x, norm, eps) after pdl_wait, stores the sums of a tile's rows for each round and run of K; returns the factor that they need
+//   partial(run, round)    where these lie, 8 bytes for a row and its partner, once all warps have stored theirs
+//   kRuns                  number of runs of K
+//   kRowOffset             where kRoomBytes of shared memory are left for the row; all else of the first SMEM_BYTES is the product's own
 #pragma once
 #include "cluster.cuh"
 #include "copy.cuh"
@@ -12,23 +15,23 @@
 #include "mma.cuh"
 #define ROW_HALVES 1
 #define RECEIVED_ROW 1
-// The product's headers have names in common with those of attention.
+// The headers of products and those of attention define some of the same names.
 namespace attention {
 #include "decode_block.cuh"
 }  // namespace attention
 
 constexpr int kCluster = attention::kCluster, kThreads = 256;
-constexpr int kReceivedBytes = 2 * HEAD_DIM * 2;         // k, then v
-constexpr int kRowBytes = (GROUP + 2) * HEAD_DIM * 2;    // of q, k and v
-constexpr int kRoomBytes = kReceivedBytes + HEAD_ROUNDS * 32;
+constexpr int kReceivedBytes = 2 * HEAD_DIM * 2;         // bytes of the row's key, then of its value
+constexpr int kRowBytes = (GROUP + 2) * HEAD_DIM * 2;    // bytes of q, k and v that a block receives
+constexpr int kRoomBytes = kReceivedBytes + HEAD_ROUNDS * 32;  // and 32 bytes for each warp, which sends its tile from there
 
 static_assert(GROUP <= 8 && CLUSTER == kCluster, "a cluster takes a KV head");
 static_assert(HEAD_ROUNDS * 32 <= kThreads, "a warp finishes a tile");
 static_assert(SMEM_BYTES % 128 == 0, "attention begins with a tile");
 
-// What a lane of the warp that finishes a tile needs for its two outputs, a dimension and its partner.
+// A lane's two outputs in the warp that finishes a tile: a dimension of a head and the partner that it is rotated with.
 struct Output {
-  int own, dimension;         // the tile's number among those of the KV head
+  int own, dimension;         // number of the tile among those of the KV head
   bool exists, is_rotated;
   float cosine = 0.0f, sine = 0.0f;
 
@@ -38,6 +41,7 @@ struct Output {
     is_rotated = head() <= GROUP;
   }
   DEVICE int head() const { return own / kHeadTiles; }   // GROUP: the key, GROUP + 1: the value
+  // Loads cosine and sine of the row's position.
   DEVICE void look_up(const float* rope, int max_context, int position) {
     if (!exists || !is_rotated) return;
     const float* angle = rope + static_cast<int64_t>(position) * kHalf + dimension;
@@ -45,8 +49,9 @@ struct Output {
   }
 };
 
-// Sums over the runs, rotated and rounded, and sent to all blocks of the cluster: a head of queries to its row of the tile, the key and
-// the value side by side, to `row`. By the tile's warp; every block's barrier counts the bytes.
+// Adds up the sums of a tile over the runs of K, rotates and rounds them, and sends them to all blocks of the cluster: a head of queries to
+// its row of the tile `queries`, the key and the value side by side to `row`. The tile's warp does it; every block's barrier counts the
+// bytes. Keys and values are also stored at `page_row`, if it is not null.
 template <class Product>
 DEVICE void finish_tile(const Product& product, const Output& output, float factor, uint32_t queries, uint32_t row, uint32_t barrier,
                         scalar_t* page_row) {
@@ -78,7 +83,7 @@ DEVICE void finish_tile(const Product& product, const Output& output, float fact
   if (page_row != nullptr && peer == 0) store16(page_row + chunk * 8, v);
 }
 
-// `memory`: all of the block's dynamic shared memory. Others as in qkv_attention.cu.
+// Does all that the kernel does. `memory` is all of the block's dynamic shared memory; the other parameters are as in qkv_attention.cu.
 template <class Product>
 DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* arrivals, scalar_t* k_pages, scalar_t* v_pages,
                    const scalar_t* x, const scalar_t* norm, const void* weight, const float* rope, const int* positions, const int* slots,
@@ -103,9 +108,9 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
   __syncwarp();
   cluster_announce();
 
-  // The pages of the row's run, but for its own key and value.
+  // Asks for the pages of the block's first run, except for the row's own key and value.
   unsigned char* const own = memory + SMEM_BYTES;
-  const uint32_t row = shared_address(memory) + Product::kRowOffset;  // where key and value come
+  const uint32_t row = shared_address(memory) + Product::kRowOffset;  // where the row's key and value arrive
   const int warp = threadIdx.x >> 5;
   const bool attends = warp < attention::kWarps;
   const int64_t head_offset = static_cast<int64_t>(kv_head * kPageTokens + warp * attention::kKeys) * HEAD_DIM;
@@ -129,7 +134,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
   attention::Stream::NewRow added = {};
   if (attends) {
     for (int i = GROUP * attention::kRowChunks + threadIdx.x; i < 16 * attention::kRowChunks; i += attention::kThreads)
-      store16(own + attention::swizzled(i / attention::kRowChunks, i % attention::kRowChunks), make_uint4(0, 0, 0, 0));  // no head
+      store16(own + attention::swizzled(i / attention::kRowChunks, i % attention::kRowChunks), make_uint4(0, 0, 0, 0));  // rows of no head
     if (!is_padding && stream.count > 0) {
       stream.locate();
       added = stream.fill(keys);
@@ -146,7 +151,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
   }
 
   pdl_wait();
-  pdl_launch_dependents();  // only now: those after the next may read what came before this kernel
+  pdl_launch_dependents();  // only now: so kernels after the next one may read early what was written before this kernel
   if (is_padding) {
     cluster_wait();
     product.wait();  // a block does not end while something is copied to it
@@ -169,7 +174,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
   stream.received = row;
   for (; target.cluster < target.used_clusters; ++target.cluster) {
     const int turn = target.cluster, members = min(kCluster, cut.num_runs - turn * kCluster), run = turn * kCluster + rank;
-    if (turn > 0 && rank >= members) cluster_wait();  // as below
+    if (turn > 0 && rank >= members) cluster_wait();  // a block without a run takes part in the barrier below too
     if (rank < members) {
       const int page = cut.first_page + run * cut.run_pages, pages = min(cut.run_pages, cut.first_page + cut.num_pages - page);
       attention::Stream::Place room;

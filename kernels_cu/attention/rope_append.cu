@@ -1,4 +1,4 @@
-// From the raw q/k/v projection of a step's rows to rotated queries and stored keys and values.
+// rope_append: rotates queries and keys out of the raw q/k/v projection of a step's rows, and stores keys and values.
 //
 //   formula   h = qkv[t, head] + bias[head]; q and k heads: h = h / sqrt(mean(h^2) + eps) * norm (where there is one),
 //             then out[d] = h[d] cos - h[d+D/2] sin, out[d+D/2] = h[d+D/2] cos + h[d] sin of position t;
@@ -7,23 +7,23 @@
 //             with TREE rows are nodes of draft trees, each slot's one behind another, and codes and scales go to k_pages[t], node_scales[t] instead,
 //             the page's first token being that of the node's path: node i, i the n-th set bit of tree_masks[t], is at
 //             position tree_base[t] + n; node 0 is the slot's first row;
-//             q_nope, nope_pages at the places of q and keys = h
-//   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; q_nope, nope_pages like q and k_pages, or
-//             null; qkv (T, (H + 2K) * D) scalar_t: q, k, v heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos, sin;
-//             positions, slots (T) int32; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence)
-//             int32. A row with slot -1 stores q and q_nope only, as of position 0. With FP8 k_pages, v_pages are uint8,
-//             k_scales, v_scales (P, K) float32: stored with a first token, else read; locations are null. With TREE too
-//             k_pages, v_pages (T, K, D) uint8, k_node_scales, v_node_scales (T, K) float32, tree_masks (T) uint64,
-//             tree_base (T) int32; k_scales, v_scales are only read, locations are those of nope_pages
+//             q_nope, nope_pages = h, at the places of q and of keys
+//   operands  q (T, H*D) scalar_t; k_pages, v_pages (P, K, 64, D) scalar_t; q_nope, nope_pages like q and k_pages, or null; qkv (T, (H +
+//             2K) * D) scalar_t: q, k, v heads; bias ((H + 2K) * D), q_norm, k_norm (D) scalar_t or null; rope (2, M, D/2) float32: cos,
+//             sin; positions, slots (T) int32; locations (T) int32 or null: positions; block_tables (B, pages_per_sequence) int32. A row
+//             with slot -1 stores q and q_nope only, as of position 0. With FP8 k_pages, v_pages are uint8, k_scales, v_scales (P, K)
+//             float32: stored with a first token, else read; locations are null. With TREE too k_pages, v_pages (T, K, D) uint8,
+//             k_node_scales, v_node_scales (T, K) float32, tree_masks (T) uint64, tree_base (T) int32; k_scales, v_scales are only read,
+//             locations are those of nope_pages
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. FP8: 1 stores codes and scales. NO_ROPE: if it is defined,
 //             nothing is rotated and rope is null. TREE: if it is defined, with FP8, rows are nodes of draft trees
 //   launch    grid ceil(T * (H + 2K) * LANES / 256) with LANES = 4 for D = 64, else 8; block 256; no shared memory
-//   numerics  float32, squares summed a lane's in order, then over lanes; each value rounded once
+//   numerics  float32; squares are summed over a lane's elements in order, then over lanes; each value rounded once
 //   oracle    NumpyOps.qkv after its product
 //   source    arXiv 2104.09864 (split halves)
-//   layout    a lane holds 8 elements of each half, so that a pair of a rotation is in one thread and every access takes
-//             16 bytes; the lanes of a head are neighbours, so its mean square is a few shuffles. Where a page's first
-//             token is a row of the same launch, all rows of the page compute it again: no row waits for another
+//   layout    a lane holds 8 elements of each half, so that a pair of a rotation is in one thread and every access takes 16 bytes; the
+//             lanes of a head are neighbours, so its mean square is a few shuffles. Where a page's first token is a row of the same launch,
+//             all rows of the page compute it again for the scale: no row waits for another
 #if !defined(HEAD_DIM) || !defined(FP8)
 #error "a constant is not defined"
 #endif
@@ -44,6 +44,7 @@ typedef uint8_t page_t;
 typedef scalar_t page_t;
 #endif
 
+// A lane's 8 elements of each half of a head.
 struct Halves {
   float first[8], second[8];
 };
@@ -81,7 +82,7 @@ DEVICE Halves load_halves(const scalar_t* source) {
   return h;
 }
 
-// All lanes of the head call it; those past its end bring zeros.
+// Divides a head by its root mean square and multiplies it by `weight`. All lanes of the head call it; those past its end bring zeros.
 DEVICE void normalise(Halves& h, const scalar_t* weight, float eps) {
   float sum = 0.0f;
 #pragma unroll
@@ -94,6 +95,7 @@ DEVICE void normalise(Halves& h, const scalar_t* weight, float eps) {
   for (int i = 0; i < 8; i++) h.first[i] *= scale * w.first[i], h.second[i] *= scale * w.second[i];
 }
 
+// Rotates the lane's pairs by the angles of a position.
 DEVICE void rotate(Halves& h, const float* cos_row, const float* sin_row) {
   float cosine[8], sine[8];
   load8(cosine, cos_row);
@@ -101,7 +103,7 @@ DEVICE void rotate(Halves& h, const float* cos_row, const float* sin_row) {
 #pragma unroll
   for (int i = 0; i < 8; i++) {
     const float a = h.first[i], b = h.second[i];
-    // Said in full: a node has the bits of the plain row, which another build stores.
+    // Written with explicit roundings: a node must have the bits of the plain row, which another build of this file stores.
     h.first[i] = __fmaf_rn(a, cosine[i], -__fmul_rn(b, sine[i]));
     h.second[i] = __fmaf_rn(a, sine[i], __fmul_rn(b, cosine[i]));
   }
@@ -113,7 +115,7 @@ DEVICE void store_halves(T* target, const Halves& h) {
   store8(target + kHalf, h.second);
 }
 
-// The largest magnitude of a head. All its lanes call it.
+// Returns the largest magnitude of a head. All its lanes call it; those that do not work count as zero.
 DEVICE float largest_of(const Halves& h, bool works) {
   float largest = 0.0f;
 #pragma unroll
@@ -127,16 +129,16 @@ DEVICE float largest_of(const Halves& h, bool works) {
 }
 
 #ifdef TREE
-// The number of the set bit of `mask` that has `before` set bits below it.
+// Returns the number of the set bit of `mask` that has `before` set bits below it.
 DEVICE int node_of(uint64_t mask, int before) {
   for (int i = 0; i < before; i++) mask &= mask - 1;
   return __ffsll(static_cast<int64_t>(mask)) - 1;
 }
 #endif
 
-// What an earlier kernel of the step wrote is not __restrict__: the compiler may move a load that it takes for one of
-// a constant before pdl_wait. The next kernel may start only after the wait: decode_attention reads early what is older
-// than this launch.
+// Pointers to what an earlier kernel of the step wrote are not __restrict__: the compiler may take their loads for loads of constants and
+// move them before pdl_wait. The next kernel is released only after this one's wait: decode_attention reads early what is older than this
+// launch.
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(rope_append)(scalar_t* __restrict__ q, page_t* __restrict__ k_pages, page_t* __restrict__ v_pages,
                         scalar_t* __restrict__ q_nope, scalar_t* __restrict__ nope_pages, const scalar_t* qkv, const scalar_t* __restrict__ bias,
@@ -163,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int offset = lane_offset < kHalf ? lane_offset : 0;
   const bool is_query = head < num_heads, is_key = !is_query && head < num_heads + num_kv_heads;
 
-  // The head of a row before its rotation.
+  // Returns the lane's part of the head of row `of_row`, before its rotation.
   const auto head_of = [&](int of_row) {
     Halves h = load_halves(qkv + (static_cast<int64_t>(of_row) * all_heads + head) * HEAD_DIM + offset);
     if (bias) {
@@ -180,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(256)
     normalise(normalised, (is_query ? q_norm : k_norm) + offset, eps);
     return is_query || is_key ? normalised : h;
   };
+  // Rotates queries and keys as of a position; values stay as they are.
   const auto rotate_to = [&](Halves& h, int position) {
 #ifdef NO_ROPE
     return;
@@ -197,10 +200,10 @@ extern "C" __global__ void __launch_bounds__(256)
   int first_row = -1;
   if (has_first) {
     first_row = node_of(tree_masks[row], first_step);
-    for (int before = 0; slots[before] != slot; before++) first_row++;  // rows of other trees
+    for (int before = 0; slots[before] != slot; before++) first_row++;  // skip the rows of trees before this one
   }
 #else
-  // In a launch rows of one slot are consecutive positions.
+  // In a launch rows of one slot have consecutive positions.
   const int first_row = row - position % kPageTokens;
   const bool has_first = slot >= 0 && first_row >= 0 && slots[max(first_row, 0)] == slot;
 #endif
@@ -240,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #else
   if (first_row == row && offset == 0) *scale_of_page = scale;
 #endif
-  const float inverse = 1.0f / scale;   // exact, as the products with it: powers of two
+  const float inverse = 1.0f / scale;   // exact, as are the products with it: scales are powers of two
 #pragma unroll
   for (int i = 0; i < 8; i++) h.first[i] *= inverse, h.second[i] *= inverse;
 #endif

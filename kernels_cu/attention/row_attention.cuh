@@ -1,4 +1,5 @@
-// The attention of one row by the GRID blocks of a kernel: the runs that decode_attention.cu has without clusters, and its bits.
+// Attention of one row by the GRID blocks of a kernel that also does other work: with the runs, and the bits, of decode_attention.cu
+// without clusters.
 //
 // Needs GROUP, HEAD_DIM, PAGE_STAGES (places of a warp's ring of pages, 2 or more) and PORTABLE 1; blocks of 256 threads, of whose warps
 // four attend; kMemoryBytes of shared memory, aligned to 128.
@@ -10,12 +11,13 @@
 #define ROW_HALVES (GROUP <= 8 ? 1 : 2)
 #undef STAGES
 #define STAGES PAGE_STAGES
-// Products have headers with names in common with those of attention.
+// The headers of products and those of attention define some of the same names.
 namespace attention {
 #include "decode_block.cuh"
 
-constexpr int kMemoryBytes = kTeamBytes + kWarps * 16 * 4;   // the team's, then the logarithms of its warps' sums
+constexpr int kMemoryBytes = kTeamBytes + kWarps * 16 * 4;   // bytes of the team, then of the log sums of its warps
 
+// One row, and the part of its attention that the calling block has: runs of all units (tiles of query heads), every GRID-th of them.
 struct RowAttention {
   scalar_t* out;
   const scalar_t* q;
@@ -26,7 +28,7 @@ struct RowAttention {
   float factor;
   Keys keys;
   Cut cut;
-  int num_runs;      // of all KV heads; 0: the row is padding
+  int num_runs;      // runs of all units; 0: the row is padding
 
   DEVICE RowAttention(scalar_t* output, const scalar_t* queries, float* workspace, int* counters, const int* block_tables,
                       int slot, int position, int splits, int kv_heads, int pages_per_sequence, float scale)
@@ -35,20 +37,22 @@ struct RowAttention {
         factor(scale * kLog2e), keys{position + 1, position}, cut(keys, splits) {
     num_runs = slot < 0 || position < 0 ? 0 : cut.num_runs * units();
   }
-  // The lane's page of the block's first run, as in Stream: all layers have the same ones. By a whole warp.
+  // Returns the number of the lane's page in the block's first run, as in Stream::ids: all layers have the same ones. Called by whole
+  // warps.
   DEVICE int first_page() const {
     if (!has_run()) return 0;
     Stream stream = stream_of(blockIdx.x / units(), nullptr, nullptr, 0);
     stream.locate();
     return stream.ids[0];
   }
+  // Tiles of query heads of all KV heads.
   DEVICE int units() const { return num_kv_heads * kTiles; }
   DEVICE bool has_run() const { return blockIdx.x < num_runs; }
   DEVICE Heads heads_of(int unit) const {
     const int tile = unit % kTiles;
     return {static_cast<int64_t>(unit / kTiles * GROUP + tile * kHeads) * HEAD_DIM, min(kHeads, GROUP - tile * kHeads)};
   }
-  // The pages of a run, for the warps that attend, without the places of its pages.
+  // Returns the stream of a run for the warps that attend. The numbers of its pages have not been looked up.
   DEVICE Stream stream_of(int run, const scalar_t* k_rows, const scalar_t* v_rows, uint32_t memory) const {
     return {k_rows,
             v_rows,
@@ -64,9 +68,9 @@ struct RowAttention {
             cut.steps_of(run, cut.num_runs, kAtOnce),
             cut.num_pages};
   }
-  // The block's runs, which the last block of a tile of heads merges. `first_page`: what first_page() gave. What is
-  // older than this step is read before `wait()`, which all threads call once. All warps have left `memory`, and in blocks with a run
-  // nothing is being copied there.
+  // Attends to the block's runs; of each tile of heads the last block to finish merges them. `first_page` is what first_page() returned.
+  // Keys older than this step are read before `wait()`, which all threads call once. No warp may use `memory` any more, and in blocks
+  // with a run nothing may still be being copied there.
   template <class Wait>
   DEVICE void attend(unsigned char* memory, int first_page, const scalar_t* k_pages, const scalar_t* v_pages, Wait wait) const {
     float (&log_sums)[kWarps][16] = *reinterpret_cast<float (*)[kWarps][16]>(memory + kTeamBytes);
@@ -108,7 +112,7 @@ struct RowAttention {
         publish_warp(state, room.k_tile, log_sums[warp]);
       }
       __syncthreads();
-      asm volatile("" : "+r"(item));   // what follows from it is computed again: registers are few
+      asm volatile("" : "+r"(item));   // all that depends on `item` is computed again: registers are few
       const int unit = item % units();
       const Heads heads = heads_of(unit);
       const Target target = {out, partials + static_cast<int64_t>(unit) * num_splits * kVectors * 5, item / units(), cut.num_runs};

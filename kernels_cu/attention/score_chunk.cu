@@ -1,4 +1,5 @@
-// score_chunk: coarse_log_sums and score_blocks of select_blocks.cu at once, for the many rows of a prefill chunk (sm_90a).
+// score_chunk: computes what coarse_log_sums and score_blocks of select_blocks.cu do, in one launch for the many rows of a prefill chunk
+// (sm_90a).
 //
 //   formula   that of select_blocks.cu: pooled[b] = (p[4b], max of p[4b .. 4b + 3]) of every row that chooses
 //   operands  pooled float32 workspace (T, K, pages_per_sequence, 2); q (T, H*D) scalar_t; k1_pages (P, K, 4, D), k2_pages
@@ -6,14 +7,14 @@
 //             pages_per_sequence) int32
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head: 16
 //   launch    grid (any, T / 16 rounded up, K), block kThreads, kStages * kTileBytes of dynamic shared memory
-//   numerics  products, sums and scores in float32, each in an order of its own row and entry alone, which is not that of
-//             select_blocks.cu; scores are 2^24 times as large as there is written, so that small ones have an order too
+//   numerics  products, sums and scores in float32, each in an order of its own row and entry alone, which is not that of select_blocks.cu;
+//             scores are 2^24 times those of the formula, so that small ones have an order too
 //   oracle    reference/sparse_attention.py block_scores
 //   source    InfLLM-v2 (arXiv 2509.24663); FlashAttention-3 (arXiv 2407.08608) for products beside exponentials
-//   layout    a warp has a row: its 16 query heads are 16 of the 64 rows of a warpgroup's products, and stay in registers.
-//             All 16 warps take the same compressed keys, 64 at a time, out of a ring that one more warpgroup fills. Warpgroups
-//             take turns to multiply: the exponentials of three, summed over the heads, run beside the products of the
-//             fourth. Blocks that share rows (grid x) each make the log sums again and divide the scores
+//   layout    a warp has a row: its 16 query heads are 16 of the 64 rows of a warpgroup's products, and stay in registers. All 16 warps
+//             take the same compressed keys, 64 at a time, out of a ring that one more warpgroup fills. Warpgroups take turns to multiply:
+//             the exponentials of three, summed over the heads, run beside the products of the fourth. Blocks that share rows (grid x) each
+//             compute all log sums, and divide the scores among them
 #if !defined(HEAD_DIM) || !defined(GROUP)
 #error "a constant is not defined"
 #endif
@@ -24,17 +25,17 @@
 
 static_assert(GROUP == 16, "a warp has the query heads of a row");
 
-constexpr int kRows = 16;
+constexpr int kRows = 16;  // rows of a block, a warp each
 constexpr int kWarpgroups = kRows / 4;
-constexpr int kCopiers = 128;
+constexpr int kCopiers = 128;  // threads that fill the ring
 constexpr int kThreads = kRows * 32 + kCopiers;
-constexpr int kKeys = 64;
+constexpr int kKeys = 64;  // compressed keys of a tile
 constexpr int kStages = 8;
 constexpr int kInFlight = 3;  // tiles that are being copied
 constexpr int kFine = 4;  // entries of k1 in a block of tokens
-constexpr float kScoreBits = 24.0f;
+constexpr float kScoreBits = 24.0f;  // scores are 2^this times as large
 
-// Rows of a tile lie in panels of kSwizzle bytes a row.
+// A tile is stored as panels, each with kSwizzle bytes of every row.
 constexpr int kSwizzle = HEAD_DIM == 96 ? 64 : 128;
 constexpr int kPanelChunks = kSwizzle / 16;
 constexpr int kPanelBytes = kKeys * kSwizzle;
@@ -58,14 +59,15 @@ struct Queries {
 
 using Scores = float[kKeys / 2];  // [4 j + 2 i + c]: head lane / 4 + 8 i, key 8 j + lane % 4 * 2 + c
 
-// Compressed keys of a slot, ENTRIES of them in a page.
+// The compressed keys of a slot, ENTRIES of them in a page.
 template <int ENTRIES>
 struct Keys {
-  const scalar_t* rows;  // of the KV head in page 0
+  const scalar_t* rows;  // rows of the KV head in page 0
   const int* block_table;
-  int page_stride, last;  // elements; the last entry that exists
+  int page_stride, last;  // elements from page to page; the last entry that exists
 
-  // All copiers start copies of a tile. Chunks are permuted within a panel as tensor cores read them.
+  // Starts the copies of a tile, in which existing entries take the place of missing ones. All copiers call it. Chunks are permuted within
+  // a panel as tensor cores read them.
   DEVICE void copy(uint32_t target, int tile) const {
 #pragma unroll 4
     for (int index = threadIdx.x % kCopiers; index < kTileChunks; index += kCopiers) {
@@ -79,7 +81,7 @@ struct Keys {
   }
 };
 
-// What the block's tiles are: all coarse ones, and then `num_fine` fine ones from first_fine on, each stride-th.
+// The tiles that the block takes: all coarse ones (of k2), and then `num_fine` fine ones (of k1), every stride-th from first_fine on.
 struct Tiles {
   Keys<1> coarse;
   Keys<kFine> fine;
@@ -88,7 +90,7 @@ struct Tiles {
   DEVICE int count() const { return num_coarse + num_fine; }
 };
 
-// The ring: its tiles, and for each a barrier that it is there and one that all 16 warps have read it.
+// The ring of tiles. For each place one barrier says that its tile is there, and one that all 16 warps have read it.
 struct Ring {
   uint32_t tiles, barriers;
 
@@ -100,7 +102,7 @@ struct Ring {
     for (int i = 0; i < kStages; i++) mbarrier_init(ready(i), kCopiers), mbarrier_init(read(i), kRows);
     mbarrier_init_fence();
   }
-  // All copiers fill the ring, tile by tile.
+  // Fills the ring, tile by tile. All copiers call it.
   DEVICE void fill(const Tiles& all) const {
 #pragma unroll 1
     for (int i = 0; i < all.count() + kInFlight; i++) {
@@ -131,7 +133,8 @@ DEVICE void start_scores(Scores& scores, const Queries& queries, uint64_t keys) 
   wgmma_commit();
 }
 
-// Warpgroup w waits at barrier 1 + w until it may start products; w = 0 begins, and ends after all tiles.
+// Warpgroups take turns to start their products: warpgroup w waits at numbered barrier 1 + w. Warpgroup 0 begins, without waiting; after
+// the last tile the turn is not passed on to it.
 DEVICE void take_turn(int warpgroup, int i) {
   if (warpgroup > 0 || i > 0) barrier_wait(1 + warpgroup, 256);
 }
@@ -140,7 +143,7 @@ DEVICE void pass_turn(int warpgroup, int i, int count) {
   if (next > 0 || i + 1 < count) barrier_arrive(1 + next, 256);
 }
 
-// Hands the scores of the ring's tiles begin .. end - 1 to `consume(scores, number)`, number = first, first + stride, ...
+// Hands the scores of the ring's tiles begin .. end - 1, of `all`, to consume(scores, number), number = first, first + stride, ...
 template <typename Consume>
 DEVICE void each_tile(const Queries& queries, const Ring& ring, int begin, int end, int all, int first, int stride,
                       Consume& consume) {
@@ -191,11 +194,11 @@ struct LogSums {
     }
   }
 
-  // All four lanes of a head call it.
+  // Returns the log sum of one of the lane's heads. All four lanes of the head call it.
   DEVICE float value(int half) const { return max[half] + log2_fast(quad_sum(sum[half])); }
 };
 
-// The sum over a row's heads, pooled and stored: blocks tile * 16 .. + 15, of which those up to `last` exist.
+// Sums the scores of a tile over a row's heads, pools them and stores them: blocks tile * 16 .. + 15, of which those up to `last` exist.
 struct PooledScores {
   float2* pooled;
   float factor, offsets[2];
@@ -212,7 +215,7 @@ struct PooledScores {
                   exp2_fast(fmaf(scores[4 * n + 2 + i], factor, offsets[1]));
       }
     }
-    // Eight lanes have a key's heads: each ends with the sums of two keys, 8 n + lane % 4 * 2 + i for n = lane / 4.
+    // Eight lanes have a key's heads. Each lane ends with the sums of two keys, 8 n + lane % 4 * 2 + i for n = lane / 4.
 #pragma unroll
     for (int half = kKeys / 16, distance = 16; half > 0; half /= 2, distance /= 2) {
       const bool upper = lane & distance;
@@ -225,7 +228,7 @@ struct PooledScores {
         }
       }
     }
-    if (tile == 0 && lane == 0) p[0][0] = 0.0f;  // entry 0 is a window that there is not
+    if (tile == 0 && lane == 0) p[0][0] = 0.0f;  // entry 0 stands for a window that does not exist
     float highest = fmaxf(p[0][0], p[0][1]);
     highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFu, highest, 1));
     const int block = tile * (kKeys / kFine) + lane / 2;
@@ -245,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   pdl_wait();
   pdl_launch_dependents();
   const int kv_head = blockIdx.z, num_kv_heads = gridDim.z, first_row = blockIdx.y * kRows;
-  // Every warp looks at all rows of the block: what they do together follows without a barrier.
+  // Every warp looks at all rows of the block, so that it knows without a barrier what they do together.
   const int other = first_row + (threadIdx.x & 15), slot = slots[first_row];
   int position = -1;
   if (other < num_rows && slots[other] >= 0) position = positions[other];

@@ -1,4 +1,5 @@
-// Scores of blocks of 64 tokens, of which pick_blocks.cu chooses: the compressed keys of a row that leaves blocks out.
+// coarse_log_sums and score_blocks: score the blocks of 64 tokens for the rows that choose some of them, by compressed keys. pick_blocks.cu
+// chooses by these scores.
 //
 //   formula   a row at position i chooses if i + 1 > dense_context; local = i / 64 - local_blocks. With c = scale log2(e),
 //             for a KV head and its query heads h:
@@ -13,18 +14,18 @@
 //             FP8 k_pages and k_nodes (N, K, D) are e4m3 codes, k_scales (P, K) and k_node_scales (N, K) float32
 //   constants HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. TREE: 1 reads tree_masks
 //             and tree_base. FP8: if it is defined, with TREE, keys are codes, and those of nodes lie in k_nodes
-//   launch    grid (any, T / rows_per_block rounded up, K); block rows_per_block * 32 or more, at most 128; no dynamic shared
-//             memory. is_chunk: rows of a prefill chunk, which may not be all of it
+//   launch    grid (any, T / rows_per_block rounded up, K); block rows_per_block * 32 or more, at most 128; no dynamic shared memory.
+//             is_chunk: the rows are some or all rows of a prefill chunk
 //   numerics  products, sums and scores in float32, each in an order of its own entry alone; scores are 2^24 times as large,
 //             so that those far below the highest have an order without subnormal numbers; a score may be infinite
 //   oracle    reference/sparse_attention.py block_scores
 //   source    InfLLM-v2 (arXiv 2509.24663)
-//   layout    the query heads of a KV head are the rows of m16n8k16 tiles. A warp takes 32 compressed keys at a time, straight
-//             into registers: 32 dims of a key lie in the four lanes that hold its column, 16 bytes each, in an order of
-//             dims that the queries share and a sum of products does not see. Warps do not depend on each other: those
-//             of a block take the same keys for neighbouring rows, which then find them in L1, or other keys for one row.
-//             Both kernels let the next one start at once, and read their first keys before pdl_wait unless this step
-//             writes them: keys, positions, slots and tables of earlier steps are older than the product that made q
+//   layout    the query heads of a KV head are the rows of m16n8k16 tiles. A warp takes 32 compressed keys at a time, straight into
+//             registers: 32 dims of a key lie in the four lanes that hold its column, 16 bytes each, in an order of dims that the queries
+//             have too, and that makes no difference to a sum of products. Warps do not depend on each other: those of a block take the
+//             same keys for neighbouring rows, which then find them in L1, or other keys for one row. Both kernels let the next one start
+//             at once, and read their first keys before pdl_wait unless this step writes them: keys, positions, slots and tables of earlier
+//             steps are older than the product that made q
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(TREE)
 #error "a constant is not defined"
 #endif
@@ -42,17 +43,17 @@ typedef scalar_t page_t;
 constexpr int kMostWarps = 4;
 constexpr int kThreads = kMostWarps * 32;
 constexpr int kHeadTiles = (GROUP + 15) / 16;
-constexpr int kPadded = kHeadTiles * 16;
-constexpr int kBlocks = kHeadTiles == 1 ? 3 : 2;  // of a multiprocessor, so that nothing is spilled
-constexpr int kParts = HEAD_DIM / 32;  // of 32 dims: two k-steps
-constexpr int kKeyTiles = 4;
-constexpr int kKeys = kKeyTiles * 8;  // that a warp takes at a time
-constexpr int kEntries = 4;           // of K1 in a block
-constexpr float kNoHead = 1e30f;      // the log sum of a head that there is not: it weighs nothing
+constexpr int kPadded = kHeadTiles * 16;  // query heads, filled up to whole tiles
+constexpr int kBlocks = kHeadTiles == 1 ? 3 : 2;  // blocks on a multiprocessor, so that nothing is spilled
+constexpr int kParts = HEAD_DIM / 32;  // parts of 32 dims of a key: two k-steps
+constexpr int kKeyTiles = 4;  // n-tiles
+constexpr int kKeys = kKeyTiles * 8;  // compressed keys that a warp takes at a time
+constexpr int kEntries = 4;           // entries of K1 in a block
+constexpr float kNoHead = 1e30f;      // the log sum of a head that does not exist: it weighs nothing
 constexpr float kScoreBits = 24.0f;   // scores are 2^this times as large
 
-// The first location that the step writes in `slot`, to be called by whole warps. `written`: of each row, its location
-// or one before. Positions, slots and trees are older than the product before attention.
+// Returns the first location that the step writes in `slot`; called by whole warps, also before pdl_wait. `written` has the location of
+// each row, or one before it. Positions, slots and trees are older than the product before attention.
 DEVICE int first_written(const int* written, const int* slots, int slot, int num_rows) {
   int first = 0x7FFFFFFF;
 #pragma unroll 1
@@ -63,7 +64,7 @@ DEVICE int first_written(const int* written, const int* slots, int slot, int num
   return __reduce_min_sync(0xFFFFFFFFu, first);
 }
 
-// What a warp does: a row, and every stride-th tile of keys from `first` on. `row` is -1 where the row does not choose.
+// The work of a warp: a row, and every stride-th tile of keys from `first` on. `row` is -1 where the row does not choose.
 struct Work {
   int row, slot, position, first, stride;
 
@@ -76,16 +77,16 @@ struct Work {
     if (row < num_rows) slot = __ldcg(slots + row), position = __ldcg(positions + row);
     if (slot < 0 || position + 1 <= dense_context) row = -1;
   }
-  // Keys of tokens from this position on may not be read before pdl_wait. `written`: what the step writes of each row.
+  // Returns the position from which on keys may not be read before pdl_wait. `written` is as in first_written.
   DEVICE int first_new(const int* written, const int* slots, int num_rows, int is_chunk) const {
     if (is_chunk) return 0;
     return num_rows == 1 ? __ldcg(written) : first_written(written, slots, slot, num_rows);
   }
-  // The number of the row and KV head among those of all rows.
+  // Returns the number of the row and KV head among those of all rows.
   DEVICE int64_t unit() const { return static_cast<int64_t>(row) * gridDim.z + blockIdx.z; }
 };
 
-// 16 query heads as the a operands of all k-steps.
+// 16 query heads as the A operands of all k-steps.
 struct Queries {
   uint32_t a[2 * kParts][4];
 
@@ -110,10 +111,11 @@ DEVICE void load_queries(Queries (&queries)[kHeadTiles], const scalar_t* q, int6
   }
 }
 
-// Entries first .. + 31 as the b operands, of those from 1 to `last`; an entry lies at row_of(entry).
+// 32 compressed keys as the B operands of all k-steps.
 struct KeyTile {
   uint4 words[kKeyTiles][kParts];
 
+  // Loads entries first .. + 31; those before 1 or after `last` are replaced by existing ones. row_of(entry) is where an entry lies.
   template <typename RowOf>
   DEVICE void load(int first, int last, RowOf row_of) {
     const scalar_t* rows[kKeyTiles];
@@ -128,6 +130,7 @@ struct KeyTile {
       for (int part = 0; part < kParts; part++) words[n][part] = load16(rows[n] + part * 32);
   }
 
+  // Scores of the keys for 16 query heads.
   DEVICE void score(float (&scores)[kKeyTiles][4], const Queries& queries) const {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n++)
@@ -146,8 +149,8 @@ struct KeyTile {
 // ---- the normaliser
 
 #if TREE
-// The keys of one KV head by their location in the pages of a slot: `pages` begins with page 0, tokens of a page of all heads
-// take `page_stride` elements. In fp8 those from location `base` on are nodes of a tree, in arrays of their own.
+// The keys of one KV head by their location in the pages of a slot: `pages` is this head's part of page 0, and a page of all heads takes
+// `page_stride` elements. In fp8 the keys from location `base` on are nodes of a tree, in arrays of their own.
 struct TreeKeys {
   const page_t* pages;
   const int* block_table;
@@ -159,7 +162,7 @@ struct TreeKeys {
   int num_kv_heads;
 #endif
 
-  // Two neighbouring elements of a key.
+  // Returns two neighbouring elements of a key, its word `word`.
   DEVICE uint32_t at(int location, int word) const {
     const int page = block_table[location / kPageTokens];
     const page_t* key = pages + page * page_stride + location % kPageTokens * HEAD_DIM;
@@ -174,8 +177,8 @@ struct TreeKeys {
   }
 };
 
-// A warp stores the mean of positions first .. first + 127 of a row of a tree, into shared memory. Behind the base the path
-// goes through the set bits of `mask`.
+// Stores in shared memory the mean of positions first .. first + 127 of a row of a tree. Behind the base the path goes through the set bits
+// of `mask`. One warp calls it.
 DEVICE void mean_of_path(scalar_t* mean, const TreeKeys& keys, int first, uint64_t mask) {
 #pragma unroll 1
   for (int word = threadIdx.x & 31; word < HEAD_DIM / 2; word += 32) {
@@ -192,8 +195,8 @@ DEVICE void mean_of_path(scalar_t* mean, const TreeKeys& keys, int first, uint64
 }
 #endif
 
-// log2 of the sum of 2^(factor * score) over keys first_key .. + 31, of which those from 1 to `last` count; there is one of
-// them. For row lane / 4 + 8 half of a tile of heads; all four lanes of a row get it.
+// Returns log2 of the sum of 2^(factor * score) over keys first_key .. + 31, of which those from 1 to `last` count; there is at least one
+// of them. It is that of row lane / 4 + 8 half of a tile of heads; all four lanes of a row get it.
 DEVICE float log_sum(const float (&scores)[kKeyTiles][4], int half, float factor, int first_key, int last) {
   const int first = first_key + threadIdx.x % 4 * 2;
   float values[2 * kKeyTiles], top = kHiddenScore, sum = 0.0f;
@@ -241,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
   pdl_wait();
 #if TREE
   const int ahead = of_path / kKeys - work.first;
-  if (of_path <= last && ahead >= 0 && ahead % work.stride == 0) {  // it is this warp's
+  if (of_path <= last && ahead >= 0 && ahead % work.stride == 0) {  // the entry is in one of this warp's tiles
     const int64_t page_stride = static_cast<int64_t>(num_kv_heads) * (kPageTokens * HEAD_DIM);
     TreeKeys path_keys = {k_pages + kv_head * (kPageTokens * HEAD_DIM), block_table, page_stride, base};
 #ifdef FP8
@@ -277,9 +280,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
 
 // ---- scores
 
-// The log sum of head lane % 16 of a tile from its partial ones, in their order: even ones, odd ones, then both.
+// Returns the log sum of head lane % 16 of a tile, merged from its partial ones in their order: even ones, odd ones, then both.
 DEVICE float merge_log_sums(const float* parts, int count) {
-  constexpr int kMergeBatch = 32;  // that a lane waits for at once
+  constexpr int kMergeBatch = 32;  // partial sums that a lane waits for at once
   const int lane = threadIdx.x & 31;
   parts += lane % 16;
   float top = kNoMaximum, sum = 0.0f;
@@ -303,7 +306,8 @@ DEVICE float merge_log_sums(const float* parts, int count) {
   return highest + log2_fast(sum);
 }
 
-// Entries first_entry .. + 31 of p, summed over all heads: blocks first_entry / 4 .. + 7, of which those up to `last` exist.
+// Sums entries first_entry .. + 31 of p over all heads, pools them and stores them: blocks first_entry / 4 .. + 7, of which those up to
+// `last` exist.
 DEVICE void store_pooled(float2* pooled, float (&p)[kKeyTiles][2], int first_entry, int last) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -312,7 +316,7 @@ DEVICE void store_pooled(float2* pooled, float (&p)[kKeyTiles][2], int first_ent
     for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) p[n][i] += __shfl_xor_sync(0xFFFFFFFFu, p[n][i], distance);
-    if (first_entry + n == 0 && lane % 4 == 0) p[n][0] = 0.0f;  // entry 0 is a window that there is not
+    if (first_entry + n == 0 && lane % 4 == 0) p[n][0] = 0.0f;  // entry 0 stands for a window that does not exist
     const float highest = fmaxf(p[n][0], p[n][1]);
     const float2 block = make_float2(p[n][0], fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFu, highest, 1)));
     const int number = first_entry / kEntries + n * 2 + lane % 4 / 2;

@@ -17,20 +17,21 @@
 // blocks         [T, K heads, num_selected] int32, ascending: at the end the row's own block and local_blocks before it
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of a
 //                warp's ring in pages, at least 2. TREE: 1 reads tree_masks and tree_base. PAIRED: 1 has clusters of 16
-// grid           (8 * a, units * T, b) for a * b clusters of a row, with PAIRED for halves of clusters, a even; block 128 in
-//                clusters of 8 or 16 along x; shared memory 16 * D * 2 + STAGES * 64 * D * 4 + 5 * kHeads * D bytes
-// launched after pick_blocks, which lets this kernel start once all before it have finished: all but `blocks` is read before
-//                pdl_wait
+// grid           (8 * a, units * T, b) for a * b clusters of a row, which with PAIRED are halves of clusters of 16, a
+//                even; block 128 in clusters of 8 or 16 along x; shared memory 16 * D * 2 + STAGES * 64 * D * 4 + 5 *
+//                kHeads * D bytes
+// launched after pick_blocks, which releases this kernel once all before it have finished: everything except `blocks`
+//                is read before pdl_wait
 // numerics       those of decode_attention; a row's bits depend on nothing but the row and num_splits
 // oracle         NumpyOps.decode_attention
 // source         InfLLM-v2 (arXiv 2509.24663); Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
-// layout         That of decode_attention but for three things. A cluster begins with the last of its runs: their pages
-//                are those of the blocks next to the row, known before the lists are, so that up to a third of the
-//                reading is done while blocks are still being chosen. What the blocks of a cluster send each other is
-//                merged behind the first page of the next run, when it has long arrived. And runs are longer, since a
-//                turn of a cluster costs time beside what it reads. The two halves of a cluster of 16 are what clusters
-//                are else; where the row has no more than theirs, the second sends its results to the first instead of
-//                through memory, with the same bits
+// layout         That of decode_attention with three differences. A cluster begins with the last of its runs: their
+//                pages are those of the blocks next to the row, known before the lists are, so that up to a third of
+//                the reading is done while blocks are still being chosen. What the blocks of a cluster send each other
+//                is merged after the first page of the next run, when it has long arrived. And runs are longer, since a
+//                turn of a cluster costs time beside what it reads. With PAIRED the two halves of a cluster of 16 do
+//                what two clusters do otherwise; where the row has no more runs than theirs, the second half sends its
+//                results to the first instead of through memory, with the same bits
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(TREE) || !defined(PAIRED)
 #error "a constant is not defined"
 #endif
@@ -39,7 +40,7 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #define LISTED_LATE 1
 #include "decode_block.cuh"
 
-// The first pages and the query, by all warps.
+// Loads the query and starts to load the first pages of the ring. All warps call it.
 DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads, Stream& stream,
                   const Keys& keys) {
   Query query;
@@ -54,8 +55,9 @@ DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, co
 
 static_assert(kSlice <= kThreads, "a thread has one vector of a slice at most");
 
-// Merges what both halves of a cluster have of the slice of block `rank`, which the first half stores: as merge_clusters. The
-// slices of `members` runs have been received. `barrier` counts what the second half sends.
+// Merges the results of both halves of a cluster for the slice of block `rank`, as merge_clusters does; the first half
+// stores them. In each half the slices of `members` runs have been received. `barrier` counts what the second half
+// sends.
 DEVICE void merge_pair(const unsigned char* shared, const Heads& heads, const Target& target, uint32_t barrier, int rank,
                        int members) {
   __shared__ __align__(16) float4 outputs[kSlice];
@@ -73,7 +75,7 @@ DEVICE void merge_pair(const unsigned char* shared, const Heads& heads, const Ta
   });
 }
 
-constexpr int kChosenRuns = 16;  // into how many the pages of a row that chose are cut, if it could have so many
+constexpr int kChosenRuns = 16;  // runs that the pages of a row that chose are cut into, if num_splits allows so many
 
 extern "C" __global__ void __cluster_dims__(PAIRED ? 16 : 8, 1, 1) __launch_bounds__(kThreads, 2)
 KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals,
@@ -92,7 +94,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
                        min(kHeads, GROUP - tile * kHeads)};
   const int slot = __ldcg(slots + row), position = __ldcg(positions + row);
   const bool chooses = position >= dense_context;
-  // Positions minus places in the list of blocks, for its last blocks, in which a path lies.
+  // A position minus its place in the list of blocks. It holds for the list's last blocks, in which a path lies.
   const int skipped = chooses ? (position / kPageTokens + 1 - num_selected) * kPageTokens : 0;
   const Keys keys = {position + 1 - skipped, kAllKeys};
   if (slot < 0 || keys.length <= 0) {
@@ -102,7 +104,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   }
   const Cut cut(keys, chooses ? min(num_splits, kChosenRuns) : num_splits);
   if (first_cluster >= cut.clusters()) return;
-  __shared__ uint64_t received[2];  // of peers, and of the cluster's second half
+  __shared__ uint64_t received[2];  // barriers: for what peers send, and for what the cluster's second half sends
   const uint32_t barrier = shared_address(received), pair_barrier = barrier + 8;
   if (PAIRED && threadIdx.x == 0) mbarrier_init(pair_barrier, 1);
   prepare_received(barrier);
@@ -113,7 +115,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   const Path path = {path_table, base, base - skipped, TREE ? __ldcg(tree_masks + row) : 0};
   const int64_t unit = blockIdx.y;
   Target target = {out, partials + unit * (num_splits / kCluster) * kVectors * 5, first_cluster, cut.clusters()};
-  // This cluster takes the last of its clusters of runs first.
+  // The cluster takes the last of its clusters of runs first.
   const int turns = divided(target.used_clusters - first_cluster + num_clusters - 1, num_clusters);
   const int stride = num_clusters * kCluster, first_run = first_cluster * kCluster + rank;
   target.cluster += (turns - 1) * num_clusters;
@@ -138,7 +140,8 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   } else {
     pdl_launch_dependents();
   }
-  const bool is_paired = PAIRED && target.used_clusters == 2;  // a turn each
+  const bool is_paired = PAIRED && target.used_clusters == 2;  // each half has one turn
+  // Merges what was received in a turn, and keeps the result.
   const auto settle = [&](int turn) {
     mbarrier_wait(barrier, turn & 1);
     const int members = min(kCluster, cut.num_runs - target.cluster * kCluster);
@@ -152,7 +155,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
   for (int turn = 0; turn < turns; ++turn, run -= stride) {
     const unsigned char* results = shared + kQueryBytes;
     Stream::Place room;
-    if (run < cut.num_runs) {  // all have one but in the first turn
+    if (run < cut.num_runs) {  // in the first turn a block may have no run
       begin_run(state);
       const int page = run * cut.run_pages;
       attend(state, stream, keys, page, min(cut.run_pages, cut.num_pages - page), scale * kLog2e, [&] {
@@ -176,7 +179,7 @@ KERNEL(selected_attention)(scalar_t* __restrict__ out, float* partials, int* arr
     stream.load(room.k_tile + kHalfPlace, true, room, keys.length);
   }
   settle(turns - 1);
-  if (!stream.is_listed) pdl_wait();  // for the kernels after this one, which wait for it alone
+  if (!stream.is_listed) pdl_wait();  // kernels after this one wait for it alone, and so for all before it
   if (is_paired) return;
   if (target.used_clusters > 1 && arrives_last(arrivals + unit * kCluster + rank, target.used_clusters, turns)) {
     target.merge_clusters(heads, rank);

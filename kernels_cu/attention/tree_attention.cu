@@ -23,19 +23,20 @@
 // grid           (CLUSTER, units, n): n clusters of each unit take turns with groups of rows and their clusters of runs;
 //                block 128 * ROW_TILES in clusters of CLUSTER along x; shared memory (STAGES * 128 + max(128 + 16 *
 //                ROW_TILES, 96 * ROW_TILES)) * D * 2 + ROW_TILES * (16 * D * 32 / CLUSTER + 512) bytes
-// launched after linear_qkv or rope_append, which let this kernel start once all before them have finished: all but q
-//                and the keys that this step writes is read before pdl_wait
+// launched after linear_qkv or rope_append, which release this kernel once all kernels before them have finished: so
+//                everything except q and the keys that this step writes is read before pdl_wait
 // numerics       those of decode_attention, to the bit
 // oracle         NumpyOps.decode_attention
 // source         original; Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
 // layout         A row's bits must be those of plain decoding, which fix its runs of pages, the four slices of 16 keys
-//                of a page with a softmax of their own, and the order in which these are merged; nothing fixes who does
-//                that. Rows of a tree see the same pages, cut alike unless a page begins between them (Group). A block
-//                takes the heads of up to ROW_TILES * kPacked of them, a warp one slice for a tile of 16 query rows,
-//                and every page is read once for all. The nodes are loaded in their own order beside the ring, and
-//                ldmatrix finds the keys of each row's path by address: a tile that two rows share multiplies such a
-//                slice twice. A block takes 8 / CLUSTER runs: small clusters where many groups would otherwise wait for
-//                a turn. In an accumulator a lane holds the same elements in all four slices, which exchange them so
+//                of a page with a softmax of their own, and the order in which these are merged; nothing fixes which
+//                warp does what. Rows of a tree see the same pages, cut alike unless a page begins between them
+//                (Group). A block takes the heads of up to ROW_TILES * kPacked of them, a warp one slice for a tile of
+//                16 query rows, and every page is read once for all. The nodes are loaded in their own order beside the
+//                ring, and ldmatrix finds the keys of each row's path by address: a tile that two rows share multiplies
+//                such a slice twice. A block takes 8 / CLUSTER runs: small clusters where many groups would otherwise
+//                wait for a turn. In an accumulator a lane holds the same elements in all four slices, which are
+//                therefore exchanged in this layout
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(ROW_TILES) || !defined(CLUSTER) || \
     !defined(WINDOW)
 #error "a constant is not defined"
@@ -47,7 +48,7 @@ static_assert(ROW_TILES == 2, "three tiles of rows over codes spill registers");
 
 #include "tree_merge.cuh"
 
-// Behind the ring: the nodes and the queries while keys are read, then what the slices exchange.
+// The memory behind the ring holds nodes and queries while keys are read, then what the slices exchange.
 constexpr int kScratchOffset = STAGES * kStageBytes;
 constexpr int kQueryOffset = kScratchOffset + kStageBytes;
 constexpr int kQueryBytes = 16 * kRowBytes;
@@ -55,12 +56,13 @@ constexpr int kReadBytes = kStageBytes + ROW_TILES * kQueryBytes, kSentBytes = R
 constexpr int kScratchBytes = kReadBytes > kSentBytes ? kReadBytes : kSentBytes;
 constexpr int kReceivedOffset = kScratchOffset + kScratchBytes;
 
-// The rows of a warp's tile: those of query rows 0 to 7, and of 8 to 15.
+// The rows of the step that share a warp's tile, by half: query rows 0 to 7, and 8 to 15. A row that has a tile of its
+// own is in both halves.
 struct TileRows {
   Keys keys[2];
   const uint8_t* path[2];
   int row[2];
-  float k_scale[2], v_scale[2];  // of the page that begins on the path
+  float k_scale[2], v_scale[2];  // scales of the page that begins on the path
 
   DEVICE TileRows(const Members& members, int tile) {
 #pragma unroll
@@ -78,13 +80,14 @@ struct TileRows {
   }
 };
 
-// The pages of a step in shared memory, of a run that ends before page `run_end`.
+// The shared memory in which keys and values of a step are found: its pages, the nodes, and a row of zeros. The step's
+// run ends before page `run_end`.
 struct Sources {
   uint32_t stage, nodes, zeros;
   int base, run_end;
 
-  // Finds key `key` of a row, in page i of the step. What no row sees counts as zero, and a page that there is not:
-  // memory that was never written may hold NaN.
+  // Finds key `key` of the row of a half, in page i of the step. Zeros stand for what no row sees, and for a page that
+  // does not exist: memory that was never written may hold NaN.
   DEVICE PageRow find(const TileRows& rows, int half, int key, int i, bool is_v) const {
     if (kAtOnce > 1 && key / kPageTokens >= run_end) return PageRow(zeros, 0);
     if (key < base) return PageRow(stage + (is_v * kAtOnce + i) * kPageBytes, key % kPageTokens);
@@ -96,7 +99,7 @@ struct Sources {
   }
 };
 
-// Attends to a slice of each page of a step for all rows of the tile.
+// Attends to a slice of each page of a step, for all rows of the tile.
 DEVICE void attend_slice(WarpState& state, const Sources& sources, const TileRows& rows, const PageScales& scales,
                          int first_key, float factor) {
   const int v_key = first_key + lane_row_a(threadIdx.x & 31);
@@ -105,7 +108,7 @@ DEVICE void attend_slice(WarpState& state, const Sources& sources, const TileRow
   for (int i = 0; i < kAtOnce; ++i) {
     const int first = first_key + i * kPageTokens, page = first / kPageTokens;
     const bool begins_on_path = page * kPageTokens >= sources.base, exists = kAtOnce == 1 || page < sources.run_end;
-    const bool is_apart = kPacked == 2 && first + kKeys > sources.base;  // two rows' keys differ
+    const bool is_apart = kPacked == 2 && first + kKeys > sources.base;  // the two rows have different keys here
     const float scale = scales.of_keys(i);
     score_rows(scores[i], state, sources.find_keys(rows, 0, first, i), begins_on_path ? key_factor(rows.k_scale[0]) : scale);
     if (is_apart) {
@@ -151,7 +154,7 @@ struct Heads {
   }
 };
 
-// A warp's tile of q from memory to shared memory, by the four warps of the tile.
+// Loads a tile of q into shared memory. The four warps of the tile call it.
 DEVICE void load_queries(unsigned char* queries, const scalar_t* q, const TileRows& rows, const Heads& heads) {
   constexpr int kPieces = (16 * kRowChunks + 127) / 128;
   uint4 pieces[kPieces];
@@ -169,7 +172,8 @@ DEVICE void load_queries(unsigned char* queries, const scalar_t* q, const TileRo
   }
 }
 
-// All runs of the block in one cluster of runs, its ring filled, the queries on their way.
+// Attends to all runs of the block in one cluster of runs. The ring has been filled, and the queries have been stored
+// without a barrier since.
 DEVICE void attend_runs(unsigned char* shared, Pages& pages, Sources sources, const TileRows& rows,
                         const Exchange& exchange, int num_nodes, int first_tail, float scale) {
   const int slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;
@@ -177,7 +181,8 @@ DEVICE void attend_runs(unsigned char* shared, Pages& pages, Sources sources, co
   begin_run(state);
   int page = pages.page_of(0), step_of_run = 0, member = pages.first_run % kCluster;
   for (int step = 0; step < pages.count; ++step) {
-    // The fill of the ring, the nodes and one group a step: so many are younger than those of this page.
+    // cp.async groups are those of the ring's fill, of the nodes, and one a step: so many of them are younger than the
+    // group of this page.
     const bool is_tail = (page + kAtOnce) * kPageTokens > pages.base;
     pages.scales.attend();
     if (is_tail) {
@@ -216,7 +221,7 @@ DEVICE void attend_runs(unsigned char* shared, Pages& pages, Sources sources, co
   }
 }
 
-// Where the block's part of its rows goes.
+// The destination of the results of the block's heads: `out`, or the workspace for a row that several clusters share.
 struct Output {
   scalar_t* out;
   float* partials;
@@ -231,7 +236,8 @@ struct Output {
   DEVICE RowPartials of_row(int row, int num_clusters) const {
     return {partials + ((int64_t)row * units + unit) * most_clusters * kRowVectors * 5, num_clusters};
   }
-  // visit(tile, index in the block's slice of the tile, place in the tile, row) for all vectors of rows that there are.
+  // Calls visit(tile, index, place, row) for each vector that the block merges, if its row and head exist: `index` is
+  // its number in the block's slice of the tile, `place` its place in the tile.
   template <typename Visit>
   DEVICE void each_vector(const Members& members, int rank, Visit visit) const {
     for (int i = threadIdx.x; i < ROW_TILES * kSlice; i += kThreads) {

@@ -1,25 +1,28 @@
-// Rows of a step whose pages a block of tree_attention reads for all of them: which ones, where each one's path goes, and
-// their pages, which come one after another through a ring. The nodes of the tree lie in the order of the nodes.
+// Groups of rows of a step whose pages a block of tree_attention reads for all of them: which rows they are, the path
+// of each one, and their pages, which pass through a ring one after another. The nodes of the tree are loaded in the
+// order of their numbers.
 #pragma once
 #include "page_tiles.cuh"
 
 // The block's shape.
 constexpr int kTiles = (GROUP + 15) / 16;  // blocks that share a KV head
 constexpr int kHeads = (GROUP + kTiles - 1) / kTiles;
-constexpr int kPacked = kHeads <= 8 ? 2 : 1;  // rows of a tile
-constexpr int kRows = ROW_TILES * kPacked;    // of a group, at most
+constexpr int kPacked = kHeads <= 8 ? 2 : 1;  // rows of the step that share a tile
+constexpr int kRows = ROW_TILES * kPacked;    // most rows of a group
 constexpr int kThreads = 128 * ROW_TILES;
-constexpr int kPageBytes = kPageTokens * HEAD_DIM * static_cast<int>(sizeof(page_t));  // of keys, or of values
+constexpr int kPageBytes = kPageTokens * HEAD_DIM * static_cast<int>(sizeof(page_t));  // bytes of a page's keys, or of its values
 constexpr int kStageBytes = 2 * kAtOnce * kPageBytes;  // keys, then values, of the pages of a step
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
+// Returns a bit for each row of the step: `low` is that of row lane, `high` that of row lane + 32.
 DEVICE uint64_t ballot(bool low, bool high) {
   return __ballot_sync(kAllLanes, low) | (uint64_t)__ballot_sync(kAllLanes, high) << 32;
 }
 
-// What the lanes of a warp hold of the rows of a step, each of its rows lane and lane + 32.
+// The rows of a step in the registers of a warp, in each lane rows lane and lane + 32.
 struct StepRows {
+  // `cut` holds both numbers of a row's cut: run_pages * kMaxNodes + clusters.
   int slot[2], base[2], length[2], first_page[2], cut[2];
   uint64_t path[2];
   uint64_t seeing;  // rows that see a key, one bit each
@@ -46,23 +49,24 @@ struct StepRows {
     }
   }
 
+  // Returns a row's value to all lanes.
   DEVICE int of_row(const int (&values)[2], int row) const {
     return __shfl_sync(kAllLanes, row < 32 ? values[0] : values[1], row % 32);
   }
-  // The rows that have this value, one bit each.
+  // Returns the rows that have this value, one bit each.
   DEVICE uint64_t with(const int (&values)[2], int value) const {
     return ballot(values[0] == value, values[1] == value);
   }
 };
 
-// A group in shared memory. A row that is missing is -1 and sees no key.
+// The rows of a group, in shared memory. A place without a row has row -1, which sees no key.
 struct Members {
   int row[kRows], length[kRows];
-  uint8_t path[kRows][kMaxNodes];  // the nodes from the root on
-  float k_scale[kRows], v_scale[kRows];  // with FP8: of the page that begins on the path, if one does
+  uint8_t path[kRows][kMaxNodes];  // the numbers of the row's nodes from the root on
+  float k_scale[kRows], v_scale[kRows];  // with FP8: scales of the page that begins on the path, if one does
 };
 
-// Nodes in fp8, which have codes and scales in arrays of their own: of a KV head, from node 0 on.
+// The nodes of a tree in fp8, which have codes and scales in arrays of their own: those of a KV head, from node 0 on.
 struct Nodes {
   const page_t *k, *v;
   const float *k_scales, *v_scales;
@@ -71,14 +75,15 @@ struct Nodes {
 
 // Rows of one slot and base whose pages are cut into the same runs, and one cluster of these runs.
 struct Group {
-  uint64_t rows;  // one bit each
+  uint64_t rows;  // the rows of the step, one bit each
   int slot, base, cluster;
-  int first_row;  // of the slot: node 0, with FP8 only
-  int length;     // of the longest row
-  int num_nodes;  // up to the last one that is on a path
+  int first_row;  // the slot's first row in the step, which is node 0; with FP8 only
+  int length;     // keys of the longest row
+  int num_nodes;  // nodes up to the last one that is on a path
   bool is_old;    // the keys before the base were in the cache before this step
 
-  // The `item`-th of all groups and their clusters, the first clusters of like groups first; false if there are fewer.
+  // Finds the `item`-th pair of a group and one of its clusters. Groups whose rows are cut alike come together: all of
+  // them with their first cluster, then with their second and so on. Returns false if there are fewer.
   DEVICE bool find(const StepRows& all, int item) {
     uint64_t pending = all.seeing;
     while (pending) {
@@ -98,7 +103,7 @@ struct Group {
     return false;
   }
 
-  // One warp writes the group to `members`, where the whole block reads it.
+  // Writes the group to `members`, where the whole block reads it. One warp calls it.
   DEVICE void describe(const StepRows& all, Members& members) const {
     const int lane = threadIdx.x & 31;
     if (lane < kRows) members.row[lane] = -1, members.length[lane] = 0, members.k_scale[lane] = members.v_scale[lane] = 1.0f;
@@ -114,7 +119,7 @@ struct Group {
     __syncwarp();
   }
 
-  // The same warp looks up scales; it comes after pdl_wait.
+  // Loads the scales of the page that begins on a row's path, for each row. The same warp calls it, after pdl_wait.
   DEVICE void load_scales(Members& members, const Nodes& nodes) const {
     const int place = threadIdx.x & 31, step = (base + kPageTokens - 1) / kPageTokens * kPageTokens - base;
     if (place >= kRows || base + step >= members.length[place]) return;
@@ -124,6 +129,7 @@ struct Group {
   }
 
  private:
+  // Makes this the `index`-th group of the rows that are alike.
   DEVICE void choose(const StepRows& all, uint64_t alike, int index) {
     const int lane = threadIdx.x & 31;
     bool chosen[2];
@@ -148,16 +154,18 @@ struct Group {
   }
 };
 
-// The pages of a block's runs of one cluster of runs: every CLUSTER-th of these runs, kAtOnce pages of a run at a time.
+// The pages of a block's runs in one cluster of runs, and their ring. The block has every CLUSTER-th of these runs; a
+// step takes kAtOnce pages of one.
 struct Pages {
-  const page_t *k_pages, *v_pages;  // of this KV head in page 0
+  const page_t *k_pages, *v_pages;  // rows of this KV head in page 0
   int page_stride;
-  const int* block_table;  // of the slot
+  const int* block_table;  // the slot's
   uint32_t ring;
   int base;  // keys from here on are nodes
   int first_page, end_page, first_run, run_pages;
-  int count;  // of steps
-  // Of 32 consecutive steps, one a lane: the first page of the row, the places in memory (-1: the run has no such page).
+  int count;  // steps of all runs
+  // For 32 consecutive steps, one a lane: the number in the row of the step's first page, and where its pages lie in
+  // memory (-1: the run has no such page).
   int numbers, ids[kAtOnce];
   PageScales scales = {};
   Nodes nodes = {};
@@ -171,20 +179,23 @@ struct Pages {
     const int last_pages = min(run_pages, cut.num_pages - last_run * run_pages);
     count = runs > 0 ? (runs - 1) * run_steps() + (last_pages + kAtOnce - 1) / kAtOnce : 0;
   }
+  // Steps of a whole run.
   DEVICE int run_steps() const { return (run_pages + kAtOnce - 1) / kAtOnce; }
   // The first page of the run that a step belongs to, and the page behind its last one.
   DEVICE int run_begin(int step) const { return first_page + (first_run + step / run_steps() * CLUSTER) * run_pages; }
   DEVICE int run_end(int step) const { return min(run_begin(step) + run_pages, end_page); }
+  // A step's first page, and its place in the ring.
   DEVICE int page_of(int step) const { return run_begin(step) + step % run_steps() * kAtOnce; }
   DEVICE uint32_t stage(int step) const { return ring + step % STAGES * kStageBytes; }
 
-  // The first step of the run in which the base lies or which begins behind it.
+  // Returns the first step of the first of the block's runs in which the base lies or which begins behind it: the nodes
+  // are needed from there on.
   DEVICE int first_tail() const {
     const int run = max(base / kPageTokens - first_page, 0) / run_pages;
     return max(run - first_run + CLUSTER - 1, 0) / CLUSTER * run_steps();
   }
 
-  // The ring's first pages, a group each.
+  // Starts to load the first pages of the ring, each place as a cp.async group of its own.
   DEVICE void fill() {
 #pragma unroll 1
     for (int step = 0; step < STAGES; ++step) {
@@ -192,7 +203,8 @@ struct Pages {
       cp_async_commit();
     }
   }
-  // Loads the pages of a step, their keys before the base. All threads call it, for steps in ascending order.
+  // Starts to load the pages of a step, only their keys before the base. All threads call it, for steps in ascending
+  // order.
   DEVICE void load(int step) {
     if (step % 32 == 0) locate(step + (threadIdx.x & 31));
 #pragma unroll
@@ -204,7 +216,8 @@ struct Pages {
     }
   }
 
-  // Loads the nodes, which may go on in the page after that of the base. All threads call it.
+  // Starts to load keys and values of the nodes, which may go on in the page after that of the base. All threads call
+  // it.
   DEVICE void load_nodes(uint32_t memory, int num_nodes) const {
     for (int index = threadIdx.x; index < num_nodes * kCopiedChunks; index += kThreads) {
       const int node = index / kCopiedChunks, chunk = index % kCopiedChunks;
@@ -223,7 +236,8 @@ struct Pages {
   }
 
  private:
-  // Looks up a step's pages, and the scales of those that begin before the base.
+  // Looks up the pages of a step, and loads the scales of those that begin before the base. Each lane does it for a
+  // step of its own.
   DEVICE void locate(int step) {
     numbers = page_of(step);
 #pragma unroll
@@ -234,6 +248,7 @@ struct Pages {
     }
   }
 
+  // Starts the copies of a page's keys and values; rows from `valid` on become zeros.
   DEVICE void copy(uint32_t tile, const page_t* keys, const page_t* values, int valid) const {
 #pragma unroll
     for (int i = 0; i < (kPageTokens * kCopiedChunks + kThreads - 1) / kThreads; ++i) {

@@ -1,5 +1,5 @@
-// Merging the partial results of a block's tiles: of four slices by an exchange in the layout of accumulators, of the
-// runs of a cluster by sending each block what belongs to its slice of the output, of clusters through the workspace.
+// Merges the partial results of a block's tiles, in three stages: those of the four slices of pages by an exchange in the layout of
+// accumulators, those of the runs of a cluster by sending each block the vectors that it merges, those of clusters through the workspace.
 //
 // A vector is four elements of one query row that a lane holds of a pair of accumulator tiles (output_vector).
 #pragma once
@@ -7,32 +7,34 @@
 #include "tree_group.cuh"
 
 constexpr int kPairs = kDimTiles / 2;
-constexpr int kVectors = kPairs * 2 * 32;  // of a tile: [pair][half][lane]
-constexpr int kRowVectors = kVectors / kPacked;
-constexpr int kSlice = kVectors / CLUSTER;  // that a block merges of each tile
+constexpr int kVectors = kPairs * 2 * 32;  // vectors of a tile: [pair][half][lane]
+constexpr int kRowVectors = kVectors / kPacked;  // vectors of one row of the step
+constexpr int kSlice = kVectors / CLUSTER;  // vectors of each tile that a block merges
 static_assert(kVectors % CLUSTER == 0, "slices are equal: peers count their bytes");
-constexpr int kExchangeBytes = kPairs * 2 * 3 * 512;  // of a tile: [pair][half][slice, not the one that merges][lane]
-// What a block receives: [run][tile][slice] outputs, [run][tile][16] log sums.
+constexpr int kExchangeBytes = kPairs * 2 * 3 * 512;  // bytes of a tile: [pair][half][a slice that does not merge the pair][lane]
+// The layout of what a block receives: outputs [run][tile][vector of its slice], then log sums [run][tile][16].
 constexpr int kReceivedOutputs = kCluster * ROW_TILES * kSlice * 16;
 constexpr int kRunBytes = ROW_TILES * (kSlice * 16 + 64);
 
-// Where in the tile a vector is.
+// The place of a vector in its tile.
 struct VectorPlace {
   int pair, half, lane;
 
   DEVICE explicit VectorPlace(int vector) : pair(vector / 64), half(vector / 32 % 2), lane(vector % 32) {}
+  // The query row, the first of the vector's elements, and the vector's number among those of its row of the step.
   DEVICE int query() const { return lane / 4 + 8 * half; }
   DEVICE int element() const { return first_element(pair, lane); }
   DEVICE int of_row() const { return kPacked == 2 ? pair * 32 + lane : pair * 64 + half * 32 + lane; }
 };
 
+// The shared memory through which the warps of a tile, and the blocks of a cluster, exchange their results.
 struct Exchange {
   unsigned char* memory;
-  float (*log_sums)[kSlices][16];  // of each tile
+  float (*log_sums)[kSlices][16];  // of each tile: by slice and query row
   uint32_t received, barrier;
 
-  // Merges the slices of all warps, each with the state of its slice and tile, and sends the result as that of run
-  // `member` of the cluster.
+  // Merges the four slices of each tile and sends the result to the blocks of the cluster, as that of run `member` of
+  // the cluster. All warps call it, each with the state of its own slice and tile.
   DEVICE void finish_run(const WarpState& state, int member) const {
     const int lane = threadIdx.x & 31, slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;
     float4 own[(kPairs + 3) / 4][2];
@@ -68,7 +70,8 @@ struct Exchange {
     }
   }
 
-  // Merges all `members` runs of a vector of a tile in the block's slice; its query row is that of `place`.
+  // Returns vector `index` of the block's slice of a tile, merged from all `members` runs; `place` is the vector's
+  // place in the tile.
   DEVICE Partial merge_runs(int tile, int index, const VectorPlace& place, int members) const {
     return merge<kCluster>(members, [&](int member) {
       const int part = member * ROW_TILES + tile;
@@ -78,15 +81,18 @@ struct Exchange {
   }
 
  private:
+  // Returns where a slice leaves its vector of a pair; the slice that merges the pair is number pair % 4.
   DEVICE float4* piece(int tile, int pair, int half, int slice) const {
     const int place = ((tile * kPairs + pair) * 2 + half) * 3 + ((slice - pair) & 3) - 1;
     return reinterpret_cast<float4*>(memory) + place * 32 + (threadIdx.x & 31);
   }
+  // Sends a vector to the block whose slice it belongs to.
   DEVICE void send(int vector, int member, int tile, const Partial& part) const {
     const int peer = vector / kSlice, place = (member * ROW_TILES + tile) * kSlice + vector % kSlice;
     send_float4(peer_address(received + place * 16, peer), peer_address(barrier, peer), part.out.x, part.out.y,
                 part.out.z, part.out.w);
   }
+  // Sends the log sum of a query row to all blocks of the cluster.
   DEVICE void send_log_sum(int query, int member, int tile, float log_sum) const {
     const uint32_t to = received + kReceivedOutputs + ((member * ROW_TILES + tile) * 16 + query) * 4;
 #pragma unroll

@@ -1,9 +1,10 @@
-// Where the nodes of a draft tree begin among the rows of a step: in fp8 they lie in arrays of their own, in the order of
-// rows.
+// Finds where a draft tree begins among the rows of a step. With pages in fp8 the nodes lie in arrays of their own, in
+// the order of these rows.
 #pragma once
 #include "types.cuh"
 
-// The first row of a slot that has one, to be called by whole warps. Slots are older than the product before attention.
+// Returns the first row of the step that belongs to `slot`, or kMaxRows if none does. Called by whole warps, also
+// before pdl_wait: slots are written before the product before attention.
 DEVICE int first_row_of(const int* slots, int slot, int num_rows) {
   int first = kMaxRows;
 #pragma unroll 1

@@ -1,15 +1,15 @@
-// Products of one warp with its own 16 of a warpgroup's rows, over a tile of one page as wgmma_attention.cuh has it. Sums
+// Products of one warp with its own 16 of a warpgroup's rows, over a page in the layout of wgmma_attention.cuh. Sums
 // have the order, and the bits, of the warpgroup's products; a warp alone leaves the other 48 rows out.
 #pragma once
 #include "wgmma_attention.cuh"
 
-// The sums of a tile of eight columns, as mma takes an accumulator.
+// Returns the sums of column tile `column_tile` (eight columns) in the form in which mma takes an accumulator.
 DEVICE float (&tile_of(float* sums, int column_tile))[4] {
   return *reinterpret_cast<float(*)[4]>(sums + 4 * column_tile);
 }
 
-// Where a lane's part of an ldmatrix begins in a tile; `row`, `chunk`: those of the first one. Further ones lie `row` + 16
-// n and `chunk` + 2 n.
+// The shared addresses that a lane gives to ldmatrix for the 16 x 16 blocks of a tile. `row` and `chunk` are the lane's
+// in the first block; at(r, c) is its address in the block that lies 16 r rows and 2 c chunks further on.
 struct Fragments {
   uint32_t first;
 
@@ -20,6 +20,7 @@ struct Fragments {
   }
 };
 
+// The operands of one k-step of the scores: the warp's queries and all keys of the page.
 struct ScoreOperands {
   uint32_t q[4], k[kPageTokens / 16][4];
 
@@ -51,7 +52,7 @@ DEVICE void score_alone(float (&scores)[kPageTokens / 2], uint32_t query_tile, u
   }
 }
 
-// out += weights v.
+// out += weights v, for the warp's 16 rows.
 DEVICE void sum_alone(Rows& rows, const uint32_t (&weights)[kPageTokens / 16][4], uint32_t value_tile) {
   constexpr int kAtOnce = kDimSteps / 2, kLoads = 2 * kPageTokens / 16;
   const int lane = threadIdx.x & 31;

@@ -1,5 +1,5 @@
-// What the attention kernels of warpgroups share: rows of queries, tiles of keys and of values as the copy engine lays
-// them out in shared memory, and the products and the softmax between them.
+// Parts of the attention kernels that multiply with warpgroups: rows of queries, tiles of keys and of values as the
+// copy engine lays them out in shared memory, and the products and the softmax between them.
 #pragma once
 #include "attention.cuh"
 #include "mbarrier.cuh"
@@ -9,14 +9,14 @@
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupRows = 64;
 
-// Rows of a tile lie in panels of kSwizzle bytes a row.
+// A tile is stored as panels, each with kSwizzle bytes of every row.
 constexpr int kSwizzle = HEAD_DIM == 96 ? 64 : 128;
 constexpr int kPanel = kSwizzle / 2;  // elements
 constexpr int kPanels = HEAD_DIM / kPanel;
 constexpr int kPanelChunks = kSwizzle / 16;
-constexpr int kQueryBytes = kWarpgroupRows * kRowBytes;  // of a warpgroup
+constexpr int kQueryBytes = kWarpgroupRows * kRowBytes;  // bytes of a warpgroup's queries
 
-// Byte offset of a 16-byte chunk in the 64 rows of a warpgroup.
+// Byte offset of a row's 16-byte chunk in the 64 query rows of a warpgroup.
 DEVICE int query_offset(int row, int chunk) {
   const int permuted = chunk % kPanelChunks ^ (kSwizzle == 128 ? row & 7 : (row >> 1) & 3);
   return chunk / kPanelChunks * (kWarpgroupRows * kSwizzle) + row * kSwizzle + permuted * 16;
@@ -24,7 +24,8 @@ DEVICE int query_offset(int row, int chunk) {
 
 // ---- copies
 
-// Starts the copies of page `page`, rows of one KV head, to place `i` of a tile of KEYS keys; one thread.
+// Starts the copies of page `page`, rows of one KV head, to place `i` of a tile of KEYS keys. One thread calls it;
+// `barrier` counts the bytes.
 template <int KEYS>
 DEVICE void copy_page(uint32_t tile, int i, const TensorMap& map, int num_kv_heads, int kv_head, int page,
                       uint32_t barrier) {
@@ -35,7 +36,8 @@ DEVICE void copy_page(uint32_t tile, int i, const TensorMap& map, int num_kv_hea
   }
 }
 
-// Rows of a tile of values from `first` on become zeros: they were never written, and 0 * NaN would stay.
+// Clears the rows of a tile of values from `first` on: they were never written, and 0 * NaN would stay NaN. Called by a
+// whole warp.
 template <int KEYS>
 DEVICE void clear_rows(unsigned char* tile, int first) {
   for (int panel = 0; panel < kPanels; ++panel) {
@@ -47,13 +49,15 @@ DEVICE void clear_rows(unsigned char* tile, int first) {
   __syncwarp();
 }
 
-// Where row `row` of a warpgroup lies in q and in out: `offset` elements from their beginning, if it exists.
+// The place of a warpgroup's row in q and in out: `offset` elements from their beginning. A row without a query does
+// not exist.
 struct RowPlace {
   int64_t offset;
   bool exists;
 };
 
-// q rows of the warpgroup into shared memory; rows that do not exist become zeros. place_of(row) is a RowPlace.
+// Starts the copies of the warpgroup's rows of q to shared memory; rows that do not exist become zeros. place_of(row)
+// returns a RowPlace.
 template <typename PlaceOf>
 DEVICE void load_queries(uint32_t tile, const scalar_t* q, const PlaceOf& place_of) {
 #pragma unroll
@@ -66,7 +70,8 @@ DEVICE void load_queries(uint32_t tile, const scalar_t* q, const PlaceOf& place_
   cp_async_commit();
 }
 
-// Until they are there, for the products of all warps of the warpgroup.
+// Waits until the rows that load_queries copies are there, for the products of all warps of the warpgroup. `barrier` is
+// the number of a barrier of these warps.
 DEVICE void wait_for_queries(int barrier) {
   cp_async_wait<0>();
   async_proxy_fence();
@@ -75,13 +80,15 @@ DEVICE void wait_for_queries(int barrier) {
 
 // ---- products and softmax
 
+// A lane's part of the warpgroup's rows: sums of both its rows, lane / 4 and lane / 4 + 8 of its warp's 16, their
+// maxima, and its part of their sums of weights.
 struct Rows {
   float out[HEAD_DIM / 2];
-  float max[2];  // of scale * log2(e) * score
-  float sum[2];  // this lane's part
+  float max[2];  // maxima of scale * log2(e) * score
+  float sum[2];  // this lane's part of the sums of weights
 };
 
-// Starts scores = q k.
+// Starts scores = q k of the warpgroup's rows and 2 * HALF keys.
 template <int HALF>
 DEVICE void start_scores(float (&scores)[HALF], uint64_t queries, uint64_t keys) {
 #pragma unroll
@@ -93,7 +100,7 @@ DEVICE void start_scores(float (&scores)[HALF], uint64_t queries, uint64_t keys)
   wgmma_commit();
 }
 
-// Starts out += weights v, of one of PARTS parts of the keys.
+// Starts out += weights v, for part `part` of PARTS parts of the keys.
 template <int PARTS = 1, int STEPS>
 DEVICE void start_sums(Rows& rows, const uint32_t (&weights)[STEPS][4], uint64_t values, int part = 0) {
   constexpr int kSteps = STEPS / PARTS;
@@ -104,13 +111,14 @@ DEVICE void start_sums(Rows& rows, const uint32_t (&weights)[STEPS][4], uint64_t
   wgmma_commit();
 }
 
+// Brings the output to new maxima: `keep` is the factor of each of the lane's rows.
 DEVICE void rescale(Rows& rows, const float (&keep)[2]) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; ++i) rows.out[i] *= keep[i / 2 % 2];
 }
 
-// Through the warpgroup's rows of shared memory, whose products have been waited for, so that rows leave in 16-byte
-// pieces.
+// Stores the normalised output. It passes through the warpgroup's query tile in shared memory, so that rows leave in
+// 16-byte pieces; all products with this tile must have been waited for.
 template <typename PlaceOf>
 DEVICE void store_rows(scalar_t* out, const Rows& rows, unsigned char* tile, int barrier, const PlaceOf& place_of) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x / 32 % 4;

@@ -2,8 +2,9 @@
 #pragma once
 #include "types.cuh"
 
-// Two neighbouring elements of the mean of TOKENS keys, summed in float32 one by one from the first: the bits depend on
-// nothing else. `word_of(i)`, called once for each i in ascending order: these two elements of key i.
+// Returns two neighbouring elements of the mean of TOKENS keys. They are summed in float32, key by key from the first,
+// so that their bits depend on nothing else. `word_of(i)` returns these two elements of key i; it is called once for
+// each i, in ascending order.
 template <int TOKENS, typename WordOf>
 DEVICE uint32_t window_mean(WordOf word_of) {
   constexpr int kInFlight = 16;
