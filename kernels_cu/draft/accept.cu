@@ -1,25 +1,28 @@
-// The end of a speculative step: which nodes are accepted, and all that they change.
+// Ends a speculative step: finds each tree's accepted path and updates the slot's state, history, counts, KV pages and result.
 //
-//   formula   path: from the root to the child whose token is the one sampled, and so on; it ends at a stop id or at
-//             max_new_tokens too, and before a node where none could be sampled. Its tokens are those sampled at its
-//             nodes, `length` of them (where its length is simulated, those drafted behind all but the last): words = them, then why that node has none (kNonFinite ..) if it ended so, then kNoToken; state = after them; history[slot][P + 1 + j] = token j; token_counts += them;
-//             pages[P + j] = pages[P + path[j]] in every layer, of every cache;
+//   formula   The path starts at the root and goes on to the child whose token equals the one sampled at its parent. It also
+//             ends after a stop id, at max_new_tokens, and before a node at which no token could be sampled. The step's
+//             tokens are those sampled at the path's nodes, `length` of them (with a simulated length: the drafted token that
+//             follows each node but the last). With P the root's position:
+//             words = the tokens, then the reason (kNonFinite ..) if the path ended for want of a token, then kNoToken;
+//             state = the slot's state after the tokens; history[slot][P + 1 + j] = token j; token_counts += the tokens;
+//             pages[P + j] = pages[P + path[j]] in every layer of every cache;
 //             carry_hidden[slot][j] = hidden[path[j]], carry_counts[slot] = length
 //   operands  trees (n) DraftTree; states (B) SlotState; token_counts (B, VOCAB) uint32; history (B, max_context) and
 //             carry_counts (B) int32; carry_hidden (B, 64, width) and hidden (n, tree_size, width) scalar_t, or null;
 //             k_pages (layers, num_pages, kv_heads, 64, head_dim) scalar_t; v_pages, nope_pages alike, or null;
-//             block_tables (B, pages_per_sequence) int32; node_logprobs (n, tree_size) TokenLogprobs; results (16) ResultRecord in mapped host
-//             memory; context StepContext. Of a small model's own step results and token_counts are null: nobody is
-//             told, and no command is counted
+//             block_tables (B, pages_per_sequence) int32; node_logprobs (n, tree_size) TokenLogprobs; results (16)
+//             ResultRecord in mapped host memory; context StepContext. In the step of a small model that drafts, results
+//             and token_counts are null: nothing is reported to the host, and no command is counted
 //   constants VOCAB: entries of the vocabulary
 //   launch    grid (1 + ceil((c * layers * kv_heads * head_dim + width) / 8 / 256), n), c caches; block 256; 2 KB of
 //             static shared memory
 //   numerics  integers; keys, values and hidden are copied
 //   oracle    reference/draft_tree.py accept; tests/speculation_oracle.py
 //   source    original
-//   layout    every block finds its tree's path by itself, from the same words in L2, so that one launch does it all: the
-//             first block of a tree reports at once, the others move 16-byte columns. A thread moves all rows of its column, the lowest
-//             first: path[j] >= j, so nothing is overwritten before it is read
+//   layout    every block finds its tree's path by itself, from the same words in L2, so that one launch is enough. Block 0 of
+//             a tree writes state and result at once, the others move the rows of keys, values and hidden states. A thread
+//             moves 16 bytes of every row, the lowest row first: path[j] >= j, so no row is overwritten before it is read
 #if !defined(VOCAB)
 #error "a constant is not defined"
 #endif
@@ -29,14 +32,16 @@
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4;
 
+// The accepted path of a tree: its nodes, and the token that the step yields after each.
 struct Path {
   int nodes[kMaxNodes], tokens[kMaxNodes];
   int length;
-  uint32_t end;  // why the node behind the path has no token, else kNoToken
+  uint32_t end;  // the reason (kNonFinite ..) if the path ended at a node without a sampled token, else kNoToken
   bool finished;
 };
 
-// The two nodes of a lane of warp 0: `parent` -2 where there is no room for the node.
+// The nodes that a lane of warp 0 holds: lane and lane + 32. `parent` is -2 if the tree has no such node or the slot no room for
+// it (no page, or a position beyond max_context).
 struct LaneNodes {
   int token[2], parent[2], depth[2];
 
@@ -53,14 +58,15 @@ struct LaneNodes {
     }
   }
 
-  // The first child of `node` that has this token, -1 without one.
+  // Returns the first child of `node` with the token `sampled`, or -1. All lanes of the warp.
   DEVICE int child(int node, int sampled) const {
     const uint32_t low = __ballot_sync(0xFFFFFFFFu, parent[0] == node && token[0] == sampled);
     const uint32_t high = __ballot_sync(0xFFFFFFFFu, parent[1] == node && token[1] == sampled);
     return low ? __ffs(low) - 1 : high ? __ffs(high) + 31 : -1;
   }
 
-  // The first of the deepest nodes that there is room for and that no form has cut.
+  // Returns the deepest node that has room and that no mask has cut (token -1), the first among equals; 0, the root, if there is
+  // none. All lanes of the warp.
   DEVICE int deepest() const {
     uint32_t best = 0;
 #pragma unroll
@@ -73,13 +79,14 @@ struct LaneNodes {
   }
 };
 
-// Tokens that a step is to accept so that the mean over steps is `mean`.
+// Returns how many tokens this step is to yield so that the steps so far yield `mean` tokens each.
 DEVICE int simulated_length(const DraftTree* tree, float mean) {
   const double before = static_cast<double>(tree->num_steps - 1) * mean;
   return static_cast<int>(floor(before + mean) - floor(before));
 }
 
-// Warp 0: the path into shared memory.
+// Finds the accepted path and writes it to `path` in shared memory. All of warp 0. If `simulate_accept` is > 0 the path is the one
+// to the deepest node instead, whose nodes go to `line` (shared) by depth, cut so that paths are that long in the mean.
 DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotState* state, int tree_size,
                       float simulate_accept) {
   const int lane = threadIdx.x, num_left = state->max_new_tokens - tree->num_generated;
@@ -104,7 +111,7 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
       end = static_cast<uint32_t>(sampled);
       break;
     }
-    // Under a form the host finds the path among the drafts: a simulated one has their tokens.
+    // A simulated path yields the drafted tokens: where a grammar masks the nodes, the host looks for the path among them.
     const int drafted = is_simulated && length + 1 < most ? line[length + 1] : -1;
     const int token = drafted >= 0 ? tree->tokens[drafted] : sampled;
     if (lane == 0) path.nodes[length] = node, path.tokens[length] = token;
@@ -115,8 +122,8 @@ DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotSt
   if (lane == 0) path.length = length, path.finished = ends || end != kNoToken, path.end = end;
 }
 
-// Block 0 of a tree: state, history, counts and result. The first tree's counts the command; the others do not read that
-// count, which may have changed by then.
+// Writes the slot's state, history, token and carry counts and the result of one tree. All of the tree's block 0. The first tree's
+// block also counts the command in `context`. The other trees' blocks do not read `context`, which may have changed by then.
 DEVICE void finish_step(const Path& path, DraftTree* tree, int index, SlotState* states, uint32_t* token_counts,
                         int32_t* history, int32_t* carry_counts, const TokenLogprobs* node_logprobs,
                         ResultRecord* results, StepContext* context, int num_words) {
@@ -160,7 +167,7 @@ DEVICE void finish_step(const Path& path, DraftTree* tree, int index, SlotState*
   carry_counts[slot] = length;
 }
 
-// Rows nodes[first ..] of a column, `source(j)` to `target(j)`, the lowest first.
+// Copies 16 bytes from source(j) to target(j) for j = first .. length - 1, in ascending order, kInFlight loads at a time.
 template <typename Source, typename Target>
 DEVICE void move_rows(int first, int length, Source source, Target target) {
   for (int j = first; j < length; j += kInFlight) {
@@ -174,6 +181,7 @@ DEVICE void move_rows(int first, int length, Source source, Target target) {
   }
 }
 
+// The page arrays of a slot's caches, whose rows the threads move 8 elements (one column) at a time.
 struct Pages {
   scalar_t *k, *v, *nope;   // v and nope may be null
   int num_layers, num_pages, num_heads, head_dim;
@@ -181,7 +189,7 @@ struct Pages {
   DEVICE int num_arrays() const { return 1 + (v != nullptr) + (nope != nullptr); }
   DEVICE int num_columns() const { return num_arrays() * num_layers * num_heads * (head_dim / 8); }
 
-  // The first row of a column in the slot's page 0; pages and positions are added to it.
+  // Returns the address of column `index` in the first row of page 0; `offset` is added to it.
   DEVICE scalar_t* column(int index) const {
     const int chunk = index % (head_dim / 8), rest = index / (head_dim / 8), head = rest % num_heads;
     const int array = rest / num_heads % num_arrays(), layer = rest / num_heads / num_arrays();
@@ -189,6 +197,8 @@ struct Pages {
     return (array == 0 ? k : array == 1 ? v : nope) + page * kPageTokens * head_dim + chunk * 8;
   }
 
+  // Returns the distance in elements from the first row of page 0 to the row of position `location`; `table` is the slot's block
+  // table.
   DEVICE int64_t offset(const int32_t* table, int location) const {
     const int64_t row = static_cast<int64_t>(table[location / kPageTokens]) * num_heads * kPageTokens;
     return (row + location % kPageTokens) * head_dim;
@@ -208,7 +218,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int index = blockIdx.y;
   DraftTree* tree = trees + index;
   const int slot = tree->slot;
-  // Block 0 changes what the others do not read here: they take from the tree what the step began with.
+  // Block 0 may already have changed the slot's state, but none of its fields that find_path reads: position and num_generated
+  // are taken from the tree, which holds them as they were when the step began.
   if (slot >= 0 && threadIdx.x < 32) find_path(path, line, tree, states + slot, tree_size, simulate_accept);
   __syncthreads();
   if (blockIdx.x == 0) {

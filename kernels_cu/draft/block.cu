@@ -1,25 +1,26 @@
-// A DSpark draft's block: its rows, and its tokens, chosen one after another with a Markov head.
+// Sets up the rows of a DSpark draft's block, and chooses the block's tokens one after another with a Markov head.
 //
-//   formula   block_begin: row r holds the newest token (r = 0) or the mask token at position P + r and sees all positions
-//             up to the last row's; markov_chain: token r = token_map[arg max over the candidates u of row r of
-//             logits[r][u] + second[u] . first[token r - 1]], the root before the first; the lower u among equals;
-//             before it the chain ends if sigmoid(confidence . [states[r] | first[token r - 1]] + bias) < min_confidence
+//   formula   block_begin: row r holds the newest token (r = 0) or the mask token (r > 0) at position P + r, P being the root's,
+//             and sees all positions up to the last row's.
+//             markov_chain: token r = token_map[arg max over the candidates u of row r of
+//             logits[r][u] + second[u] . first[token r - 1]], with the root's token as token -1; the lower u wins a tie. The
+//             chain ends before token r if sigmoid(confidence . [states[r] | first[token r - 1]] + bias) < min_confidence
 //   operands  trees (n) DraftTree; token_ids, positions, slots, reach (n, rows) int32 and part_slots (n, rows * PARTS)
-//             int32: the draft's rows, the last once more for each part of the vocabulary; node_ids, node_positions,
-//             node_slots, locations, base (n, num_nodes) int32 and masks (n, num_nodes) uint64: the target's rows, of
-//             which tree_size are set; logits (n, rows, VOCAB) float32; states (n, rows, hidden) scalar_t; ids
-//             (n, rows * PARTS, kPartBest) int32: the best of each part, counted from its first; first (tokens, RANK)
-//             and second (VOCAB, RANK) scalar_t; token_map (VOCAB) int32, or null where u is the token; confidence
-//             (hidden + RANK) and bias (1) scalar_t, or null
-//   constants VOCAB: rows of the draft's head. PARTS: equal parts of them, of which each has candidates. RANK: columns of
-//             the Markov head, a multiple of 8
+//             int32: the draft's rows; part_slots repeats a row's slot for each part of the vocabulary; node_ids,
+//             node_positions, node_slots, locations, base (n, num_nodes) int32 and masks (n, num_nodes) uint64: the target's
+//             rows, of which tree_size are set; logits (n, rows, VOCAB) float32; states (n, rows, hidden) scalar_t; ids
+//             (n, rows * PARTS, kPartBest) int32: the best rows of the head in each part, counted from the part's first row;
+//             first (tokens, RANK) and second (VOCAB, RANK) scalar_t; token_map (VOCAB) int32, or null if u is the token;
+//             confidence (hidden + RANK) and bias (1) scalar_t, or null
+//   constants VOCAB: rows of the draft's head. PARTS: equal parts that VOCAB is cut into, each of which gives candidates.
+//             RANK: columns of the Markov head, a multiple of 8
 //   launch    grid n, block 512; 4 RANK + 640 bytes of static shared memory
 //   numerics  float32 sums
 //   oracle    reference/draft_block.py choose_block
 //   source    DSpark (DeepSpec); original
-//   layout    The choice of a token needs the one before it, so that one block has them all and a warp a few candidates.
-//             It reads their rows while the token before is chosen. The rows of all candidates are asked for at the
-//             start: they come into the L2 meanwhile
+//   layout    A token's choice depends on the token before it, so one thread block chooses all tokens of a tree, and each warp
+//             scores a few candidates. A warp loads its candidates' rows of `second` for the next token before the block has
+//             agreed on this one. The rows for all later tokens are prefetched into the L2 at the start
 #if !defined(VOCAB) || !defined(PARTS) || !defined(RANK)
 #error "a constant is not defined"
 #endif
@@ -32,8 +33,8 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kPart = VOCAB / PARTS;
 constexpr int kPartBest = kPart < kMaxTopK ? kPart : kMaxTopK;
 constexpr int kCandidates = PARTS * kPartBest;
-constexpr int kOfWarp = (kCandidates + kWarps - 1) / kWarps;
-constexpr int kLineElements = 64;  // of 128 bytes
+constexpr int kOfWarp = (kCandidates + kWarps - 1) / kWarps;  // candidates of a warp
+constexpr int kLineElements = 64;  // elements in a cache line of 128 bytes
 constexpr int kOfLanes = 256;      // columns that the lanes of a warp read at a time
 static_assert(VOCAB % PARTS == 0 && RANK % 8 == 0, "parts are equal, and rows are read 16 bytes at a time");
 
@@ -80,7 +81,7 @@ DEVICE float dot8(uint4 row, const float* factors) {
   return sum;
 }
 
-// Of the lane's columns of a row of `count` columns and of another of them.
+// Returns the lane's part of the dot product of a row and weights of `count` columns.
 DEVICE float dot_rows(const scalar_t* row, const scalar_t* weights, int count) {
   float sum = 0.0f;
   for (int column = threadIdx.x % 32 * 8; column < count; column += kOfLanes) {
@@ -94,7 +95,8 @@ DEVICE float dot_rows(const scalar_t* row, const scalar_t* weights, int count) {
   return sum;
 }
 
-// Whether the confidence is below `least`; `of_state`: the state's part of its logit. Every warp has the same answer.
+// Whether the confidence is below `least`. Its logit is `of_state`, which the hidden state and the bias give, plus
+// weights . context. All lanes of a warp; every warp gets the same answer.
 DEVICE bool is_below(float least, float of_state, const scalar_t* weights, const float* context) {
   float sum = 0.0f;
   for (int column = threadIdx.x % 32 * 8; column < RANK; column += kOfLanes)
@@ -104,10 +106,11 @@ DEVICE bool is_below(float least, float of_state, const scalar_t* weights, const
 
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// The `index`-th candidate of a row whose best are `row_ids`.
+// Returns the row of the head that is candidate `index`; `row_ids` are the row's best of each part, counted from the part's first.
 DEVICE int candidate_of(const int32_t* row_ids, int index) { return index / kPartBest * kPart + row_ids[index]; }
 
-// A warp's candidates of a row: lane i has the i-th, and every lane its columns of all of their rows of `second`.
+// A warp's candidates for the token of one row. Lane i holds the id and logit of the warp's i-th candidate; every lane holds its 8
+// columns of each candidate's row of `second`.
 struct Candidates {
   int id;
   float logit;
@@ -119,7 +122,8 @@ struct Candidates {
     logit = logits[max(id, 0)];
     read(second, 0);
   }
-  // The largest behind the token whose row of `first` is `context`. The rows are used up.
+  // Returns the warp's best candidate, as `candidate` packs it, after the token whose row of `first` is `context` (shared memory).
+  // If RANK is above kOfLanes, this overwrites `rows`.
   DEVICE uint64_t best(const scalar_t* second, const float* context) {
     float scores[kOfWarp] = {};
     add(scores, context, 0);
@@ -136,6 +140,7 @@ struct Candidates {
     }
     return warp_max(id < 0 ? 0 : candidate(logit + bias, id));
   }
+  // Loads the lane's columns of the candidates' rows, from column `begin` on.
   DEVICE void read(const scalar_t* second, int begin) {
     const int column = begin + threadIdx.x % 32 * 8;
 #pragma unroll
@@ -144,6 +149,7 @@ struct Candidates {
       if (column < RANK) rows[i] = load16(second + static_cast<int64_t>(row) * RANK + column);
     }
   }
+  // Adds the products of the columns that `read` loaded to each candidate's score.
   DEVICE void add(float (&scores)[kOfWarp], const float* context, int begin) const {
     const int column = begin + threadIdx.x % 32 * 8;
     if (column >= RANK) return;
@@ -171,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   logits += static_cast<int64_t>(own) * VOCAB, states += static_cast<int64_t>(own) * hidden;
   ids += own * kCandidates, slots += own;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Rows that are no padding come first.
+  // Rows of padding come last, so the number of other rows is the longest possible chain.
   const int length = __syncthreads_count(threadIdx.x + 1 < tree_size && slots[threadIdx.x] >= 0);
   if (confidence) {
     for (int row = warp; row < length; row += kWarps) {

@@ -1,20 +1,22 @@
-// What the draft will need of the target's hidden states: the rows of a prefill chunk, and rows kept for later.
+// Sets up the draft's rows of a prefill chunk, and keeps the target's hidden states that the draft will read later (pending rows,
+// see draft_tree.cuh).
 //
-//   formula   prefill_rows, for each row i < count of a chunk at position start: (tokens[i], start + i - position_offset,
-//             slot), or padding where that position or its hidden state is not there; hidden[0] = the slot's newest
-//             pending row; after it the pending rows are hidden[count] alone;
-//             carry_rows, for each row: hidden[row] is one pending row more of its slot; after 64 it is the only one.
-//             Rows of a slot are consecutive
+//   formula   prefill_rows: draft row i < count of a chunk at position start is (tokens[i], start + i - position_offset, slot);
+//             it is padding if that position is negative or its hidden state is missing. hidden[0] = the slot's newest pending
+//             row; then hidden[count] becomes the slot's only pending row.
+//             carry_rows: hidden[row] is appended to the pending rows of the row's slot. A slot that has 64 drops them first.
+//             Rows of one slot are consecutive
 //   operands  draft_token_ids, draft_positions, draft_slots, token_ids, slots (num_rows) int32; chunk and draft_chunk (4)
-//             int32: slot, start, count, is_last, of the target's rows and of the draft's; carry_hidden (B, 64, width)
-//             scalar_t and hidden, of prefill_rows (num_rows + 1, width) with the target's state of row i in row i + 1,
-//             of carry_rows (num_rows, width), both null for a draft that reads none; carry_counts (B) int32
+//             int32: slot, start, count, is_last, of the target's chunk and of the draft's; carry_hidden (B, 64, width)
+//             scalar_t; hidden scalar_t, for prefill_rows (num_rows + 1, width) with the target's state of row i in row i + 1,
+//             for carry_rows (num_rows, width); both null for a draft that reads no hidden states; carry_counts (B) int32
 //   launch    prefill_rows: grid 1, block 1024; carry_rows: grid num_rows, block 256; no shared memory
 //   numerics  hidden is copied
 //   oracle    tests/speculation_oracle.py
 //   source    EAGLE (arXiv 2401.15077) pairs a hidden state with the token after it; original
-//   layout    the target leaves the chunk's states one row further down, so the row that the chunk before left is all
-//             that must be copied. A slot's rows are one block's, that of the first, which reads their count before it changes it
+//   layout    prefill_rows: the target leaves the chunk's states one row further down, so that only the pending row of the chunk
+//             before has to be copied. carry_rows: the block of a slot's first row copies all rows of the slot, so that it alone
+//             reads and writes the slot's count
 #include "copy.cuh"
 #include "draft_tree.cuh"
 

@@ -1,35 +1,39 @@
-// What joins a small model's own speculative steps, which draft a chain, to the step of the target that verifies it.
+// Joins a small model's own speculative steps, which draft a chain, to the target's step, which verifies the chain.
 //
-//   formula   of the small model's last pass, row r < num_rows, those before the first that is used being padding:
-//             chain_begin sets up the inner draft's rows: (token, position - position_offset, slot) of row r, without the
-//             first where its state is not there, and without the newest where nothing is drafted (ids is null), which
-//             runs again; hidden[first used] = carry_hidden[slot][0], which then is the state behind the last row;
-//             ids not null: the chain is a greedy sequence whose first token is ids[0], behind the root; it ends at
-//             `length` tokens or where there is no more room, which chain_goes_on tells the WHILE node;
-//             chain_end: node i is the chain's token i, for the target; carry_hidden[slot][0] is again what chain_begin
-//             left there, since the rest of the chain may never become text
-//   operands  states (B) SlotState, of the chains; tree DraftTree, of the target's step; history (B, max_context), inner
-//             token_ids, positions, slots (num_rows) int32; hidden (num_rows + 1, width) scalar_t with the small model's
-//             state of row r in row r + 1, carry_hidden (B, 64, width) and kept (width) scalar_t, or null;
-//             carry_counts (B) and the small model's rows alike; ids (1) int32 or null; the target's rows as in
-//             draft_tree.cuh; loop: the node's conditional handle, 0 without one
+//   formula   The small model's last pass had num_rows rows, of which the first ones may be padding.
+//             chain_begin: the inner draft's row r is (token, position - position_offset, slot) of row r. The first row that is
+//             no padding is left out if its hidden state is missing; the newest row is left out if no chain is drafted (ids is
+//             null), because it runs again in the next pass. hidden[first used row] = carry_hidden[slot][0]; then
+//             carry_hidden[slot][0] = the state of the last row taken. If ids is not null, a chain begins: a greedy sequence
+//             whose first token, ids[0], follows the root.
+//             chain_goes_on: tells the WHILE node whether the chain goes on; it ends at `length` tokens or when the slot has no
+//             more room.
+//             chain_end: the target's node i is the chain's token i; carry_hidden[slot][0] is restored to what chain_begin
+//             left there, since the rest of the chain may never be accepted
+//   operands  states (B) SlotState, of the chains; tree DraftTree, of the target's step; history (B, max_context) int32;
+//             inner_token_ids, inner_positions, inner_slots (num_rows) int32: the inner draft's rows; token_ids, positions,
+//             slots (num_rows) int32 of chain_begin: the small model's; hidden (num_rows + 1, width) scalar_t with the small
+//             model's state of row r in row r + 1, carry_hidden (B, 64, width) and kept (width) scalar_t, or null for an inner
+//             draft that reads no states; carry_counts (B) int32; ids (1) int32 or null; the target's rows of chain_end as in
+//             draft_tree.cuh; loop: the conditional handle of the WHILE node, 0 without one
 //   launch    grid 1, block 256, chain_goes_on 1; no dynamic shared memory
 //   numerics  integers; hidden is copied
 //   oracle    reference/inner_draft.py ChainDrafter
 //   source    a small model and its EAGLE draft, as CPM.cu stacks them; CUDA Programming Guide, "Conditional Graph
 //             Nodes"; original
-//   layout    a file of its own: a driver that has no conditional nodes cannot load it
+//   layout    these kernels have a file of their own, because a driver without conditional nodes cannot load it
 #include "copy.cuh"
 #include "draft_tree.cuh"
 
 constexpr int kThreads = 256;
 
-// The driver has it: nothing is linked.
+// The driver provides this function when it loads the kernel; no device library is linked.
 extern "C" __device__ void cudaGraphSetConditional(uint64_t handle, unsigned value);
 
-// Positions up to which the slot's pages and the context reach.
+// Returns the number of positions that the slot has room for, in its pages and in max_context.
 DEVICE int room(const DraftTree* tree) { return min(tree->capacity, tree->max_context); }
 
+// Makes `state` that of a greedy sequence of at most `length` tokens, of which `token`, the first, stands behind the root.
 DEVICE void begin_chain(SlotState* state, const DraftTree* tree, int token, int length) {
   state->last_token = token;
   state->position = tree->position + 1;

@@ -1,20 +1,20 @@
-// The best tokens of every row of a draft's logits, with their log-probabilities.
+// Finds the k best tokens of every row of a draft's logits, with their log-probabilities.
 //
-//   formula   the k largest logits, the lower row of the head first among equals; id = token_map[row] or the row;
-//             logprob = logit - max - log sum exp(logit - max)
+//   formula   the k largest logits in descending order, the lower row of the draft's head first among equals; id =
+//             token_map[row of the head], or that row itself without a map; logprob = logit - max - log sum exp(logit - max)
 //   operands  ids (rows, k) int32; logprobs (rows, k) float32; logits (rows, VOCAB) float32; slots (rows) int32, -1: the
 //             row is padding and gets id 0 and log-probability -infinity; token_map (VOCAB) int32, or null
 //   constants VOCAB: rows of the draft's head. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    grid (blocks of a row, rows), block 512; 8 blocks of a row, a cluster, on sm_90 and later unless PORTABLE,
 //             else 1; 9 KB of static shared memory
 //   numerics  float32, no contraction; probabilities are rounded to multiples of 2^-40 of the largest and summed as
-//             integers, so the sum depends on no order
+//             integers, so the order of summation does not matter
 //   oracle    reference/draft_tree.py top_k
 //   source    original
-//   layout    the k-th largest of the maxima of 128 groups of threads is a lower bound for the k-th largest logit: what
-//             reaches it, mostly little more than k, goes into one list, where a thread each counts what goes before it.
-//             Two passes over the row, the second one from L1 or L2. A row in which too much reaches the bound is
-//             searched k times instead
+//   layout    the threads form 128 groups; the k-th largest of the groups' maxima is a lower bound for the k-th largest logit.
+//             The logits that reach the bound, mostly little more than k, go into one list. A thread for each of them counts
+//             how many go before it, which is its rank. That takes two passes over the row, the second one from L1 or L2. If
+//             more than kListed logits reach the bound, the row is searched k times instead
 #if !defined(VOCAB) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif
@@ -22,7 +22,7 @@
 #include "row_blocks.cuh"
 
 constexpr int kThreads = 512;
-constexpr int kGroups = 128;  // of threads of a row
+constexpr int kGroups = 128;  // groups that the threads of a row form
 constexpr int kGroupThreads = kThreads * kBlocks / kGroups;
 constexpr int kListed = 1024;
 constexpr int kQuads = (VOCAB + 3) / 4;
@@ -31,7 +31,7 @@ static_assert(kGroupThreads == 4 || kGroupThreads == 32, "a group lies in one wa
 
 struct Shared {
   uint32_t maxima[kGroups];
-  uint64_t listed[kListed];  // of the first block: candidates of the row
+  uint64_t listed[kListed];  // in the row's first block only: the logits of the row that reach the bound
   uint64_t masses[kBlocks];
   uint64_t best[2][kBlocks];
   uint64_t warps[kThreads / 32];
@@ -39,7 +39,7 @@ struct Shared {
   uint32_t bound;
 };
 
-// visit(logit, row of the head) for the tokens of this block.
+// Calls visit(logit, row of the head) for this thread's share of the block's tokens.
 template <typename Visit>
 DEVICE void for_each(const float* logits, Visit visit) {
   const int first = blockIdx.x * kBlockQuads, end = min(first + kBlockQuads, kQuads);
@@ -54,7 +54,7 @@ DEVICE void for_each(const float* logits, Visit visit) {
   }
 }
 
-// Adds to `local` of the first block of the row; what was there before.
+// Adds to `local` in the shared memory of the row's first block and returns the value before.
 DEVICE uint32_t add_to_first(uint32_t* local, uint32_t value) {
   if constexpr (kBlocks == 1) return atomicAdd(local, value);
   uint32_t old;
@@ -65,7 +65,7 @@ DEVICE uint32_t add_to_first(uint32_t* local, uint32_t value) {
   return old;
 }
 
-// The sum or the largest of the values of the block's threads, for all of them.
+// Returns the sum (SUM) or the maximum of the values of the block's threads, to all of them.
 template <bool SUM>
 DEVICE uint64_t block_combine(Shared* shared, uint64_t value) {
 #pragma unroll
@@ -85,6 +85,7 @@ DEVICE uint64_t block_combine(Shared* shared, uint64_t value) {
   return value;
 }
 
+// The results of a row. `maximum` and `log_sum` turn a logit into its log-probability.
 struct Output {
   int32_t* ids;
   float* logprobs;
@@ -98,7 +99,7 @@ struct Output {
   }
 };
 
-// One candidate after the other, each the largest below the last.
+// Finds the k best tokens one after another: each is the largest candidate below the one before. All blocks of the row.
 DEVICE void search(Shared* shared, const float* logits, int k, const Output& output) {
   uint64_t previous = ~0ull;
 #pragma unroll 1
@@ -109,7 +110,7 @@ DEVICE void search(Shared* shared, const float* logits, int k, const Output& out
       if (other < previous && other > best) best = other;
     });
     best = block_combine<false>(shared, best);
-    // Two sets in turns: a block may be here again while another still reads.
+    // Two sets take turns: a block may store its next value while another still reads this one.
     if (threadIdx.x < kBlocks) store_peer(&shared->best[rank % 2][blockIdx.x], threadIdx.x, best);
     row_barrier();
     previous = 0;
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
                         const int32_t* slots, const int32_t* __restrict__ token_map, int k) {
   __shared__ Shared shared;
   pdl_launch_dependents();
-  row_arrive();  // No block writes into another's shared memory before that one runs.
+  row_arrive();  // with row_wait: a block writes into another's shared memory only once that block runs
   if (threadIdx.x == 0) shared.num_listed = 0;
   pdl_wait();
   row_wait();
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   mass = 0;
   for (int block = 0; block < kBlocks; block++) mass += shared.masses[block];
   const Output output = {ids, logprobs, token_map, maximum, logf(static_cast<float>(mass) * 0x1p-40f)};
-  // Everyone takes the same way: the first block's number, read before it can end.
+  // All blocks branch on the first block's count; the barrier keeps that block alive until they have read it.
   const uint32_t count = load_peer(&shared.num_listed, 0);
   row_barrier();
   if (count > kListed) {

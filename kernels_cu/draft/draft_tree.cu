@@ -1,26 +1,28 @@
-// How a draft tree grows: from the candidates of one draft pass to the rows of the next, and to the nodes to verify.
+// Grows a draft tree: turns the candidates of a draft pass into the rows of the next pass, and at last into the nodes to verify.
 //
-//   formula   score[c] = score[parent] + logprob[c]; tree_grow: the next rows are the top_k best of the newest candidates;
-//             tree_finish: nodes 1 .. tree_size-1 are the best of all. The lower index goes first among equals
+//   formula   score[c] = score[parent of c] + logprob[c]. tree_grow: the rows of the next pass are the top_k best of the newest
+//             candidates. tree_finish: nodes 1 .. tree_size - 1 are the best of all candidates. The lower index goes first among
+//             equals
 //   operands  trees (n) DraftTree; token_ids, positions, slots, locations, base (T) int32 and masks (T) uint64: the rows
-//             set up, the draft's or the target's, top_k or num_nodes of each tree; ids (n * rows, top_k) int32 and
-//             logprobs (n * rows, top_k) float32: of the pass before, best first in each row; hidden (n * top_k, width)
-//             scalar_t = outputs (n * rows, width)[parent row], or null
+//             that are set up, top_k draft rows (tree_grow) or num_nodes target rows (tree_finish) of each tree; ids
+//             (n * rows, top_k) int32 and logprobs (n * rows, top_k) float32: the candidates of the pass before, best first
+//             in each row; hidden (n * top_k, width) scalar_t = outputs (n * rows, width)[parent row], or null
 //   launch    tree_grow: grid (ceil(top_k * width / 8 / 256), at least 1, n), block 256; tree_finish: grid n, block 1024;
 //             4 to 9 KB of static shared memory
 //   numerics  float32 sums, compared as integers of the same order
 //   oracle    reference/draft_tree.py TreeGrowth
 //   source    EAGLE-2 (arXiv 2406.16858)
-//   layout    a candidate's rank is how many go before it, counted from shared memory by a thread each: for the usual
-//             hundred or three that is faster than to sort. Every block ranks for itself and copies its share of hidden
+//   layout    a candidate's rank is the number of candidates that go before it, which a thread of its own counts in shared
+//             memory: for the usual 100 to 300 candidates that is faster than sorting. Every block ranks all candidates of its
+//             tree and copies its share of hidden
 #include "copy.cuh"
 #include "draft_tree.cuh"
 #include "ordered_float.cuh"
 
 constexpr int kGrowThreads = 256;
 
-// How many of keys[0 .. count-1] go before keys[own]: larger ones, and equal ones of a lower index. `count` is a
-// multiple of 32, and so is the first index of a warp; key 0 stands for no candidate.
+// Returns how many of keys[0 .. count-1] go before keys[own]: larger keys, and equal keys with a lower index. `count` is a
+// multiple of 32, and so is `own` of a warp's first lane; key 0 stands for no candidate.
 DEVICE int rank_of(const uint32_t* keys, int count, int own) {
   const uint32_t key = keys[own];
   const int warp_first = own & ~31;
@@ -37,7 +39,7 @@ DEVICE int rank_of(const uint32_t* keys, int count, int own) {
   return rank;
 }
 
-// The candidates of a pass: `count` from index `first` on.
+// The index range of the candidates that the pass `depth` gave: `count` from index `first` on.
 struct Level {
   int first, count;
 
@@ -45,17 +47,19 @@ struct Level {
       : first(depth == 0 ? 0 : top_k + (depth - 1) * top_k * top_k), count(depth == 0 ? top_k : top_k * top_k) {}
 };
 
+// Returns the score of the pass's candidate `index` (counted within the pass `depth`): the cumulative log-probability of its path.
 DEVICE float score_of(const DraftTree* tree, const float* logprobs, int index, int depth, int top_k) {
   const float logprob = logprobs[index];
   return depth == 0 ? logprob : __fadd_rn(tree->scores[tree->frontier[(depth - 1) * top_k + index / top_k]], logprob);
 }
 
-// NaN goes last, and so do the children of one: else a child could go before its parent.
+// Returns a key with the order of the scores. NaN goes last, and so do its children, whose scores are NaN too: else a child could
+// go before its parent.
 DEVICE uint32_t key_of(float score) { return score == score ? ordered(score) : 1; }
 
 DEVICE int padded(int count) { return (count + 31) & ~31; }
 
-// depth: of the pass whose rows are set up, from 1 on.
+// Stores the candidates of pass depth - 1 and sets up the draft's rows for pass `depth`, which is 1 or more.
 extern "C" __global__ void __launch_bounds__(kGrowThreads)
     KERNEL(tree_grow)(DraftTree* trees, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                       int32_t* __restrict__ slots, int32_t* __restrict__ locations, uint64_t* __restrict__ masks,
@@ -103,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(kGrowThreads)
           load16_written(outputs + static_cast<int64_t>(first_output + source) * width + column));
 }
 
+// Chooses the nodes among all candidates and sets up the target's rows. `num_passes` is the number of draft passes.
 extern "C" __global__ void __launch_bounds__(kMaxCandidates)
     KERNEL(tree_finish)(DraftTree* trees, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                         int32_t* __restrict__ slots, int32_t* __restrict__ locations, uint64_t* __restrict__ masks,

@@ -1,8 +1,9 @@
-// Prompt lookup: the draft is what followed the last few tokens when they came before.
+// Drafts by prompt lookup: the chain is what followed the last few tokens at an earlier occurrence of them.
 //
-//   formula   end = the most recent position before the root's where the last 3 tokens end, else 2, else 1;
-//             node i = history[end + 1 + (i - 1) % (position - end)], a chain of num_drafted; where fewer than
-//             shortest_match tokens end alike: the first num_kept nodes as they are, or only the root if they are none
+//   formula   end = the last position before the root's where an earlier occurrence of the last 3 tokens ends, else one of the
+//             last 2, else one of the last; node i = history[end + 1 + (i - 1) % (position - end)], a chain of num_drafted
+//             nodes. If fewer than shortest_match tokens match, the first num_kept nodes stay as they are and the others are
+//             padding; with num_kept 0 only the root is set
 //   operands  trees (n) DraftTree; token_ids, positions, slots, locations, base (n, num_nodes) int32 and masks
 //             (n, num_nodes) uint64: the target's rows; history (B, max_context) int32
 //   constants PORTABLE: 1 leaves clusters out on sm_90 and later too
@@ -11,8 +12,8 @@
 //   numerics  integers
 //   oracle    reference/draft_tree.py lookup, chain_nodes
 //   source    prompt lookup decoding (Saxena, 2023); original
-//   layout    a match is one integer, its length above its position, and the largest wins. A thread has 8 positions in
-//             flight and looks further back only where the newest token matches
+//   layout    a match is one integer, its length in the bits above its position, and the largest wins. A thread loads 8
+//             positions at a time and compares the tokens before one only if it holds the newest token
 #if !defined(PORTABLE)
 #error "a constant is not defined"
 #endif
@@ -23,7 +24,8 @@ constexpr int kThreads = 1024;
 constexpr int kInFlight = 8;
 constexpr int kPositionBits = 28;
 
-// The best match that this thread finds of the tokens up to `last`: length << kPositionBits | end, or 0.
+// Returns the best earlier match of the tokens that end at position `last` among the thread's positions, as
+// length << kPositionBits | end, or 0 without one.
 DEVICE uint32_t best_match(const int32_t* history, int last) {
   uint32_t best = 0;
   const int newest = history[last];
@@ -56,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   __shared__ uint32_t warps[kThreads / 32];
   __shared__ uint32_t blocks[kBlocks];
   pdl_launch_dependents();
-  row_arrive();  // No block writes into another's shared memory before that one runs.
+  row_arrive();  // with row_wait: a block writes into another's shared memory only once that block runs
   pdl_wait();
   row_wait();
   DraftTree* tree = trees + blockIdx.y;

@@ -1,9 +1,10 @@
-// The draft's first rows of a speculative step: what it has not seen of the sequence, its pending rows.
+// Sets up the draft's first rows of a speculative step: the pending rows, which the draft has not seen of the sequence
+// (see draft_tree.cuh).
 //
-//   formula   of each tree, row r < num_rows holds position q = P - num_rows + r, if that is pending: token
-//             history[slot][q + 1], draft position q + 1 - position_offset, hidden carry_hidden[slot][r - num_rows + count];
-//             else padding;
-//             catch_up_end: of what is pending only the newest row stays
+//   formula   speculate_begin: in each tree row r < num_rows stands for position q = P - num_rows + r, P being the root's. If q
+//             is pending, the row holds token history[slot][q + 1], draft position q + 1 - position_offset and hidden
+//             carry_hidden[slot][r - num_rows + count]; else it is padding.
+//             catch_up_end: only the newest pending row stays
 //   operands  trees (num_trees) DraftTree; token_ids, positions, slots, locations (num_rows, num_trees) int32; hidden
 //             (num_rows, num_trees, width) and carry_hidden (B, 64, width) scalar_t, or null; history (B, max_context),
 //             carry_counts and capacities (B) int32; states (B) SlotState; results (16) ResultRecord and commands
@@ -13,9 +14,9 @@
 //   numerics  integers; hidden is copied
 //   oracle    tests/speculation_oracle.py
 //   source    EAGLE (arXiv 2401.15077) pairs a hidden state with the token after it; original
-//   layout    every block looks at the command by itself; it is counted by the last launch of the step, so that no block
-//             can find it gone; they are few, since each waits for the host's memory behind the ones before. The newest
-//             row is the last one, at an address that does not depend on how many there are
+//   layout    every block reads the command by itself. The step's last launch counts it, so that no block can find the next
+//             command instead. The blocks are few, because their reads of host memory are served one after another. The newest
+//             row is the last one, at an address that does not depend on how many rows are pending
 #include "commands.cuh"
 #include "copy.cuh"
 #include "draft_tree.cuh"
@@ -23,16 +24,17 @@
 constexpr int kThreads = 1024;
 constexpr int kEndThreads = 256;
 
-// What a sequence has that is drafted for; slot -1: there is none, or it has finished.
+// The root of a sequence's tree and the number of its pending rows; slot -1 if there is no sequence or it has finished.
 struct Root {
   int slot, position, token, num_pending;
 };
 
+// Returns the root for the slot `listed` in the command (-1: none). Block 0 also writes the tree's first fields.
 DEVICE Root begin_tree(DraftTree* tree, const SlotState* states, const int32_t* carry_counts, const int32_t* capacities,
                        int listed, int max_context) {
   const int slot = max(listed, 0);
   const SlotState* state = states + slot;
-  const int is_finished = state->finished, num_pending = carry_counts[slot], capacity = capacities[slot];   // at once
+  const int is_finished = state->finished, num_pending = carry_counts[slot], capacity = capacities[slot];   // loaded together
   const bool is_there = listed >= 0 && !is_finished;
   const Root root = {is_there ? listed : -1, state->position, state->last_token, is_there ? num_pending : 0};
   if (blockIdx.x != 0) return root;
@@ -45,7 +47,7 @@ DEVICE Root begin_tree(DraftTree* tree, const SlotState* states, const int32_t* 
   return root;
 }
 
-// kind: of the command that must come next, kSpeculate or kCatchUp.
+// Sets up the rows for the next command, which must be of kind `kind`: kSpeculate or kCatchUp.
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(speculate_begin)(DraftTree* trees, int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                             int32_t* __restrict__ slots, int32_t* __restrict__ locations,
@@ -58,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ alignas(16) int words[kHeaderWords + kMaxTrees];
   __shared__ Root roots[kMaxTrees];
   const int32_t* command = reinterpret_cast<const int32_t*>(next_command(context, commands, command_bytes));
-  // Header and slots in one request.
+  // One request reads the header and the slots.
   if (threadIdx.x < kHeaderWords + kMaxTrees) words[threadIdx.x] = load_host(command + threadIdx.x);
   __syncthreads();
   const Command& header = *reinterpret_cast<const Command*>(words);
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll 1
     for (int row = threadIdx.x; row < num_rows * num_trees; row += kThreads) {
       const Root root = roots[row % num_trees];
-      const int behind = num_rows - row / num_trees - 1;  // how many positions the token is before the root
+      const int behind = num_rows - row / num_trees - 1;  // positions from the row's token to the root
       const int next = root.position - behind;
       const bool used = behind < root.num_pending;
       const int32_t* own_history = history + static_cast<int64_t>(root.slot) * max_context;
@@ -103,6 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Counts the catch-up command, reports that it is done, and drops all pending rows but the newest.
 extern "C" __global__ void __launch_bounds__(kEndThreads)
     KERNEL(catch_up_end)(scalar_t* carry_hidden, int32_t* carry_counts, ResultRecord* __restrict__ results,
                          StepContext* context, const uint8_t* __restrict__ commands, int command_bytes, int width) {

@@ -1,8 +1,9 @@
 // Products of a warp with the stacked weights of experts, in 16 bits or packed in 4.
 //
-// A weight tile has 16 rows, lo + g and hi + g for the lanes' g = lane / 4; with t = lane % 4 a lane holds of every 32 columns
-// the eight from 8 t on, and of x the same ones. A slice is kSliceColumns columns. The sum over a slice (in 4 bits over a scale
-// group) begins at zero; sums are added in the order of the columns. So a row's bits depend on no constant but the weight's.
+// A weight tile has 16 rows: lo + g and hi + g, with g = lane / 4. With t = lane % 4, a lane holds eight of every 32 columns of its
+// two rows, from column 8 t on, and the same columns of x. A slice is kSliceColumns columns. The sum over a slice (in 4 bits over a
+// scale group) begins at zero, and these sums are added in the order of the columns. So a row's bits depend on no constants but
+// those of the weight.
 #pragma once
 #include "copy.cuh"
 #include "mma.cuh"
@@ -17,22 +18,25 @@ constexpr bool kManyGroups = false;
 #else
 static_assert(WEIGHT_BITS == 4, "WEIGHT_BITS must be 4 or 16");
 #include "packed_layout.cuh"
-constexpr bool kManyGroups = kUnitScales > 1;   // their sums are added slice by slice: only one is multiplied at a time
-// Where a slice begins in its tile; of whole rows no run has to be found.
+// Whether a slice has several scale groups. Slices are then multiplied one at a time, so that the groups' sums are added in order.
+constexpr bool kManyGroups = kUnitScales > 1;
+// Returns the byte offset of a slice in its tile, without a division if the weight has one run.
 DEVICE int slice_offset(int slice) { return kFilledRuns == 1 ? slice * kUnitBytes : static_cast<int>(unit_offset(0, slice)); }
 #endif
-constexpr int kBlocks = kSliceColumns / 32;   // of 32 columns in a slice
+constexpr int kBlocks = kSliceColumns / 32;   // blocks of 32 columns in a slice
 
-using Sums = float[TOKEN_TILES][4];           // of a weight tile: rows lo + g and hi + g, tokens 8 i + 2 t and + 1
+// A lane's MMA accumulators of a weight tile. Of token tile i: rows lo + g (elements 0, 1) and hi + g (2, 3), tokens 8 i + 2 t and
+// 8 i + 2 t + 1.
+using Sums = float[TOKEN_TILES][4];
 
 #if WEIGHT_BITS == 16
-constexpr int kSlotBytes = 16 * kSliceColumns * 2;   // of a tile's slice in shared memory
+constexpr int kSlotBytes = 16 * kSliceColumns * 2;   // bytes of a tile's slice in shared memory
 #else
 constexpr int kSlotBytes = kUnitBytes;
 #endif
 static_assert(kSlotBytes % 16 == 0, "slots must be whole copies");
 
-// What a lane holds of a tile's slice.
+// A lane's part of a tile's slice, in registers: weights, or codes and scales.
 struct Slice {
 #if WEIGHT_BITS == 16
   uint4 lo[kBlocks], hi[kBlocks];
@@ -42,13 +46,14 @@ struct Slice {
 #endif
 };
 
-// The first row of an expert's tile in the stacked weight, and how far its rows hi are from its rows lo.
+// The first row of an expert's tile in the stacked weight (its row lo + 0), and the number of rows from lo to hi.
 struct TileRows {
   int64_t first;
   int64_t distance;
 };
 
-// A weight tile on its way to registers, for warps that have much to do with it. `rows.first` is a multiple of 8 where gates and ups are apart, else of 16.
+// Loads a weight tile to registers slice by slice, for warps that multiply it by many rows. `rows.first` is a multiple of 8 if the
+// tile's rows lo are gates and its rows hi are ups, else of 16.
 struct WeightTile {
 #if WEIGHT_BITS == 16
   const scalar_t *lo, *hi;
@@ -88,8 +93,8 @@ struct WeightTile {
 #endif
 };
 
-// A weight tile on its way through slots of the warp in shared memory, which takes no registers while it is under way. In 16 bits
-// odd rows have the halves of their 128 bytes swapped: two rows side by side then cover all banks. The weight has COLUMNS columns,
+// Copies a weight tile slice by slice to the warp's slots in shared memory, so that weights under way take no registers. In 16 bits
+// odd rows have the halves of their 128 bytes swapped: two neighbouring rows then cover all banks. The weight has COLUMNS columns,
 // packed in CUT runs.
 #if WEIGHT_BITS == 16
 template <int COLUMNS, int CUT>
@@ -100,7 +105,7 @@ struct TileCopies {
     lo = static_cast<const unsigned char*>(weight) + (rows.first + lane / 8) * (COLUMNS * 2) + lane % 8 * 16;
     hi = lo + rows.distance * (COLUMNS * 2);
   }
-  // Starts the copy of a slice.
+  // Starts the copies of a slice to the slot at `slot`. All lanes.
   DEVICE void copy(uint32_t slot, int slice) const {
     const int row = threadIdx.x % 32 / 8, piece = threadIdx.x % 8;
     const uint32_t place = slot + row * 128 + (piece ^ row % 2 * 4) * 16;
@@ -131,11 +136,11 @@ struct TileCopies {
     const int64_t index = rows.distance == 8 ? rows.first / 16 : rows.first / 8;
     tile = static_cast<const unsigned char*>(packed) + index * kBytes;
   }
-  // Of whole rows no run has to be found.
+  // Returns the byte offset of a slice in its tile, without a division if the weight has one run.
   DEVICE static int offset(int slice) {
     return kFilled == 1 ? slice * kUnitBytes : slice / kOfRun * kStride + slice % kOfRun * kUnitBytes;
   }
-  // Starts the copy of a slice.
+  // Starts the copies of a slice to the slot at `slot`. All lanes.
   DEVICE void copy(uint32_t slot, int slice) const {
     const unsigned char* const unit = tile + offset(slice);
 #pragma unroll
@@ -144,7 +149,7 @@ struct TileCopies {
       if (place < kUnitBytes) cp_async16_lines(slot + place, unit + place);
     }
   }
-  // Has the copy engine (sm_90) copy `count` slices, whose bytes count at `barrier`. One thread.
+  // Has the copy engine (sm_90) copy `count` slices to consecutive slots from `slot` on; `barrier` counts the bytes. One thread.
   DEVICE void copy_together(uint32_t slot, int slice, int count, uint32_t barrier) const {
     const bool are_neighbours = offset(slice + count - 1) - offset(slice) == (count - 1) * kUnitBytes;
     const int each = are_neighbours ? count : 1;
@@ -164,7 +169,8 @@ struct TileCopies {
 using TileSource = TileCopies<K, RUNS>;
 #endif
 
-// Scales of a group of columns of rows lo + g and hi + g, and operand A of 16 of its columns: half `half` of block j.
+// Group: the scales of a scale group, of rows lo + g and hi + g; weights of 16 bits have none. load_operand: MMA operand A of 16
+// columns, half `half` of block j of the slice.
 #if WEIGHT_BITS == 16
 struct Group {
   DEVICE Group(const Slice&, int) {}
@@ -176,8 +182,9 @@ DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int, int j, int h
   a[0] = half ? lo.z : lo.x, a[1] = half ? hi.z : hi.x, a[2] = half ? lo.w : lo.y, a[3] = half ? hi.w : hi.y;
 }
 #else
-// Four bits of a word are a subnormal number, or the smallest normal ones, in steps of 2^-133 (fp16: 2^-24), 16 times that above the
-// lowest four. What they are multiplied by makes them code * kCodeUnit, so that code - zero comes exactly.
+// A code in the lowest four bits of a 16-bit float is the number code * 2^-133 (fp16: 2^-24): subnormal, or one of the smallest
+// normal numbers, which have the same steps. A code in the next four bits is 16 times as much. kLoFactor and kHiFactor turn either
+// into code * kCodeUnit, so that code - zero point is computed exactly.
 #ifdef CPMRT_BF16
 constexpr uint32_t kLoFactor = 0x7F007F00u, kHiFactor = 0x7D007D00u;   // 2^127, 2^123
 constexpr float kCodeUnit = 0x1p-6f;
@@ -187,8 +194,8 @@ constexpr float kCodeUnit = 0x1p-9f;
 #endif
 
 struct Group {
-  float lo_scale, hi_scale;   // of codes in units of kCodeUnit
-  uint32_t lo_zero, hi_zero;  // what is added to a pair of them
+  float lo_scale, hi_scale;   // for codes in units of kCodeUnit
+  uint32_t lo_zero, hi_zero;  // -zero point * kCodeUnit, twice: added to a pair of codes
   DEVICE Group(const Slice& slice, int group) {
     const float2 lo = unpack2(slice.scales[group][0]), hi = unpack2(slice.scales[group][ZEROS]);
     lo_scale = lo.x * (1.0f / kCodeUnit), hi_scale = (ZEROS ? hi.x : lo.y) * (1.0f / kCodeUnit);
@@ -198,7 +205,7 @@ struct Group {
   DEVICE void add(float& sum, float acc, int c) const { sum = fmaf(c < 2 ? lo_scale : hi_scale, acc, sum); }
 };
 
-// (code - zero) * kCodeUnit of the codes of lo or hi that `codes` has alone.
+// Returns (code - zero point) * kCodeUnit of the pair of codes, of row lo or hi, that `codes` holds; its other bits are 0.
 DEVICE uint32_t less_zero(uint32_t codes, uint32_t factor, uint32_t zero) {
   const scalar2_t value = __hfma2(reinterpret_cast<const scalar2_t&>(codes), reinterpret_cast<const scalar2_t&>(factor),
                                   reinterpret_cast<const scalar2_t&>(zero));
@@ -213,12 +220,12 @@ DEVICE void load_operand(uint32_t (&a)[4], const Slice& slice, int group, int j,
 }
 #endif
 
-// sums[w] += tile w over S slices, for the token tiles below `used`. slices[s * TILES + w]; `x(s, j, i)` gives 16 bytes of x:
-// the lane's columns of block j of slice s, of token g of token tile i.
+// Adds to sums[w] the products of weight tile w over S slices, for the token tiles below `used`. slices[s * TILES + w] is slice s of
+// tile w; `x(s, j, i)` returns 16 bytes of x: the lane's columns of block j of slice s, of token g of token tile i.
 template <int S, int TILES, class X>
 DEVICE void multiply(Sums (&sums)[TILES], const Slice* slices, const X& x, int used) {
   static_assert(S == 1 || !kManyGroups, "the sums of groups would be added in another order");
-  constexpr int kProducts = S * TILES;   // side by side: those of a slice and token tile are a chain
+  constexpr int kProducts = S * TILES;   // independent chains of MMAs for each token tile
 #if WEIGHT_BITS == 16
   constexpr int kGroups = 1;
 #else

@@ -1,16 +1,18 @@
-// Rows of a step by their experts: a pair is a row with one of its experts, row * top + place.
+// Finds the rows of each expert. A pair is a row with one of its experts; its number is row * top + the expert's place in the row.
 #pragma once
 #include "types.cuh"
 
-constexpr int kMaxExperts = 32;                 // a lane each
+constexpr int kMaxExperts = 32;                 // one lane for each expert
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
-// Some pairs of one expert that a block or warp takes together: those numbered first, first + 1, ... in order of their rows.
+// A tile of pairs, which a block or warp multiplies together: `count` pairs of one expert, of which the first is the expert's pair
+// number `first` in the order of the rows.
 struct PairTile {
   int expert, first, count;   // expert -1: none
 };
 
-// Tile `index` of all experts, one expert after the other, where lane e has the number of e's pairs. All lanes.
+// Returns tile `index` of PAIRS pairs at most, numbered over all experts, one expert after another; expert -1 if there are not as
+// many tiles. `count` of lane e is the number of expert e's pairs. All lanes.
 template <int PAIRS>
 DEVICE PairTile tile_of(int count, int index) {
   const int lane = threadIdx.x % 32, tiles = (count + PAIRS - 1) / PAIRS;
@@ -27,7 +29,7 @@ DEVICE PairTile tile_of(int count, int index) {
   return {expert, first, min(__shfl_sync(kAllLanes, count, expert) - first, PAIRS)};
 }
 
-// The number of pairs of expert `lane`, for all lanes; `chosen` (num_pairs) has each pair's expert.
+// Returns, in lane e, the number of pairs of expert e. `chosen` (num_pairs) has each pair's expert. All lanes.
 DEVICE int count_pairs(const int* chosen, int num_pairs, int num_experts) {
   const int lane = threadIdx.x % 32;
   int count = 0;
@@ -41,7 +43,7 @@ DEVICE int count_pairs(const int* chosen, int num_pairs, int num_experts) {
   return count;
 }
 
-// Calls visit(i, pair) in one lane for pair i of the tile. All lanes.
+// Calls visit(i, pair) for every pair of the tile, i = 0 .. count - 1, each in one lane. All lanes.
 template <class Visit>
 DEVICE void visit_pairs(const int* chosen, int num_pairs, const PairTile& tile, Visit visit) {
   const int lane = threadIdx.x % 32;

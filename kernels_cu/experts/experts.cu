@@ -1,26 +1,27 @@
-// Products of rows with the matrices of their experts: gate_up of steps and chunks, and the product back of chunks.
+// Multiplies rows by the matrices of their experts: gate_up of steps and chunks, and the down product of chunks (project).
 //
 //   formula   with e an expert of row t and p = t * top + its place among the row's: experts_gate_up
 //             out[p, f] = round(silu(n[t] . Wg[e, f]) * (n[t] . Wu[e, f])); experts_project out[p, c] = round(inner[p] . W[e, c])
 //   operands  out (T * top, N) scalar_t, N columns; x: n (T, K) or inner (T * top, K) scalar_t, row-major; weight of (2 E N, K),
 //             the gates of all E experts and then their ups, or of (E N, K): scalar_t row-major, or packed as in packed_layout.cuh;
-//             chosen (T * top) int32, -1: of no expert; with CHUNK starts (E + 1) and order int32 of group_pairs, else null
+//             chosen (T * top) int32, -1: no expert; starts (E + 1) and order int32 from group_pairs with CHUNK, else null
 //   constants PRODUCT: 0 gate_up, 1 project. IN_FEATURES: K, a multiple of 64, in 4 bits of 128. WEIGHT_BITS: 16 or 4.
-//             In 4 bits RUNS: of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
-//             TOKEN_TILES: eights of pairs that a block takes together.
-//             WARP_TILES: weight tiles of a warp, of a step 1. WARPS: of a block.
-//             AHEAD: turns of weights that a warp of a step has on their way
-//             STAGE_SLICES: slices of x in a stage; 0: all of it at once. CHUNK: 1 takes pairs in the order of group_pairs
-//   launch    grid (most tiles of pairs, ceil(weight tiles / (WARPS * WARP_TILES))), block 32 * WARPS, dynamic shared memory: a
-//             stage, or three, of the rows of x, each 64 bytes longer than its columns; of a step then a ring of weights a warp;
-//             8 bytes for each row of x
+//             In 4 bits RUNS: runs of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
+//             TOKEN_TILES: a block takes 8 * TOKEN_TILES pairs together.
+//             WARP_TILES: weight tiles of a warp, 1 for a step. WARPS: warps of a block.
+//             AHEAD: turns of weights that a warp has on their way in a step.
+//             STAGE_SLICES: slices of x in a stage; 0: all of x in one stage. CHUNK: 1 takes pairs in the order of group_pairs
+//   launch    grid (most tiles of pairs, ceil(weight tiles / (WARPS * WARP_TILES))), block 32 * WARPS, dynamic shared memory: one
+//             stage (STAGE_SLICES 0) or three of the block's rows of x, each row 64 bytes longer than its columns; in a step then
+//             a ring of weights for each warp; then 8 bytes for each of the block's 8 * TOKEN_TILES pairs
 //   numerics  float32 sums over a slice or scale group in tensor cores, added in order; codes less zero points are exact;
 //             rounded once. A pair's bits do not depend on the other pairs, nor on any constant but the weight's
 //   oracle    NumpyOps.experts_gate_up, experts_down
 //   source    original; grouped products as in MegaBlocks (arXiv 2211.15841)
-//   layout    a block finds its expert from the routing alone, so the grid is the same whatever was chosen; blocks too many
-//             end at once. No other warp needs a warp's weights: those of a step go through rings of their own, several slices
-//             ahead, those of a chunk, which serve many rows, to registers. x, which all warps read, is shared
+//   layout    a block finds its expert from the routing alone, so the grid is the same whatever was chosen; surplus blocks end at
+//             once. A warp's weights are read by no other warp: in a step they come through a ring of the warp's own in shared
+//             memory, several slices ahead; in a chunk, where they serve many rows, they go to registers. All warps read the same
+//             x, from shared memory
 #if !defined(PRODUCT) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || (WEIGHT_BITS == 4 && !defined(RUNS)) || \
     (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(TOKEN_TILES) || \
     !defined(AHEAD) || !defined(WARP_TILES) || !defined(WARPS) || !defined(STAGE_SLICES) || !defined(CHUNK)
@@ -31,23 +32,24 @@
 
 constexpr int kThreads = WARPS * 32, kTokens = TOKEN_TILES * 8;
 constexpr int kMinBlocks = CHUNK ? 1 : 512 / kThreads;
-// Slices whose products are under way together. A step has kAhead such turns of weights on their way to shared memory, a chunk
-// kHeld slices on their way to registers.
+// kTogether: slices that a warp multiplies together, a turn. A step has kAhead turns of weights on their way to shared memory, a
+// chunk kHeld slices on their way to registers.
 constexpr int kTogether = TOKEN_TILES > 1 || kManyGroups ? 1 : WEIGHT_BITS == 4 ? 3 : 2, kAhead = AHEAD;
-constexpr int kRingBytes = CHUNK ? 0 : kAhead * kTogether * kSlotBytes;   // of a warp
+constexpr int kRingBytes = CHUNK ? 0 : kAhead * kTogether * kSlotBytes;   // a warp's ring
 constexpr bool kResident = STAGE_SLICES == 0;
 constexpr int kStageSlices = kResident ? kSlices : STAGE_SLICES, kStages = kResident ? 1 : 3;
 constexpr int kNumStages = (kSlices + kStageSlices - 1) / kStageSlices;
 constexpr int kStageColumns = kStageSlices * kSliceColumns;
-constexpr int kPitch = kStageColumns * 2 + 64;   // two rows side by side cover all banks
+constexpr int kPitch = kStageColumns * 2 + 64;   // bytes from row to row: two neighbouring rows cover all banks
 static_assert(kResident || kStageSlices % kTogether == 0, "STAGE_SLICES must hold whole turns");
-// Copies are waited for in the order of their turns: those of a stage come two stages early.
+// Copies are waited for in the order in which they start. Those of a stage of x start two stages early, which must be at least kAhead
+// turns, so that the wait for a turn's weights covers its x.
 static_assert(CHUNK || kResident || kAhead <= 2 * kStageSlices / kTogether, "STAGE_SLICES is too small");
 
-// x of the block's pairs in shared memory, a stage of columns after the other.
+// The rows of x of the block's pairs, copied to shared memory one stage of columns after another.
 struct Activations {
   const scalar_t* x;
-  const int* rows;   // shared: of x, those of the block's pairs
+  const int* rows;   // in shared memory: the row of x of each of the block's pairs
   int count;
   uint32_t shared;
 
@@ -70,7 +72,7 @@ struct Activations {
   }
 };
 
-// The lane's columns of x from some slice on.
+// Reads the lane's columns of x from shared memory, from slice `slice` on.
 struct StagedRows {
   uint32_t place;
   DEVICE StagedRows(const Activations& from, int slice) {
@@ -82,6 +84,7 @@ struct StagedRows {
   }
 };
 
+// Returns the rows of an expert's weight tile: 8 gates and their ups (PRODUCT 0), or 16 rows.
 DEVICE TileRows rows_of(int expert, int tile, int num_experts, int columns) {
   if (PRODUCT == 0) return {static_cast<int64_t>(expert) * columns + tile * 8, static_cast<int64_t>(num_experts) * columns};
   return {static_cast<int64_t>(expert) * columns + tile * 16, 8};
@@ -97,7 +100,7 @@ DEVICE void load(Slice* slices, const Weights (&weights)[WARP_TILES], int slice)
     if (slice < kSlices) weights[w].load(slices[w], slice);
 }
 
-// The weight tiles of a warp of a chunk, through registers.
+// The weight tiles of a warp of a chunk, which come to registers kHeld slices ahead.
 struct Stream {
   const Weights (&weights)[WARP_TILES];
   Slice held[kHeld * WARP_TILES];
@@ -106,7 +109,7 @@ struct Stream {
 #pragma unroll
     for (int slice = 0; slice < kHeld; slice++) load(held + slice * WARP_TILES, weights, slice);
   }
-  // Weights times x of the block's pairs; a copy of x is a group.
+  // Adds the weights times x of the block's pairs to `sums`. The copies of a stage of x are a group.
   DEVICE void accumulate(Sums (&sums)[WARP_TILES], const Activations& x) {
     const int used = (x.count + 7) / 8;
 #pragma unroll 1
@@ -130,7 +133,7 @@ struct Stream {
 #else
 using Weights = TileSource;
 
-// The weight tile of a warp of a step, through a ring in shared memory that nobody else touches.
+// The weight tile of a warp of a step, which comes through a ring in shared memory that no other warp uses.
 struct Stream {
   const Weights (&weights)[1];
   uint32_t ring;
@@ -148,7 +151,8 @@ struct Stream {
       cp_async_commit();
     }
   }
-  // Weights times x of the block's pairs; the copies that a turn starts are a group, behind those of x and of kAhead turns.
+  // Adds the weights times x of the block's pairs to `sums`. The copies that a turn starts are a group, committed after the groups of
+  // the first stages of x and of the first kAhead turns.
   DEVICE void accumulate(Sums (&sums)[1], const Activations& x) const {
     const int used = (x.count + 7) / 8;
     constexpr int kTurns = (kSlices + kTogether - 1) / kTogether;
@@ -180,6 +184,7 @@ struct Stream {
 };
 #endif
 
+// Stores the warp's sums, with the activation if PRODUCT is 0, to the pairs' rows of `out`.
 DEVICE void store(scalar_t* out, const Sums (&sums)[WARP_TILES], const int* pairs, int count, int first_tile, int num_tiles,
                   int columns) {
   const int lane = threadIdx.x % 32;
@@ -209,7 +214,7 @@ DEVICE void expert_product(scalar_t* out, const scalar_t* x, const void* weight,
   extern __shared__ __align__(128) unsigned char memory[];
   int* const pairs = reinterpret_cast<int*>(memory + kStages * kTokens * kPitch + WARPS * kRingBytes);
   int* const rows = pairs + kTokens;
-  // The next kernel waits for all of this one: it need not start before.
+  // The next kernel waits for this one to finish, so it need not start before this one's own wait.
   pdl_wait();
   pdl_launch_dependents();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -1,20 +1,21 @@
-// The product of a step's rows with the last matrices of their experts, added to the residual stream.
+// Multiplies a step's rows by the down matrices of their experts and adds the weighted sums to the residual stream.
 //
 //   formula   x[t, c] = round(x[t, c] + scale * sum_i shares[t, i] * (inner[p] . W[e, c])), p = t * top + i, e = chosen[p], in
-//             ascending i; rows of padding stay
+//             ascending i; rows of padding stay as they are
 //   operands  x (T, C) scalar_t; inner (T * top, K) scalar_t, row-major; weight of (E C, K): scalar_t row-major, or packed as in
-//             packed_layout.cuh; chosen (T, top) int32, -1: of no expert; shares (T, top) float
+//             packed_layout.cuh; chosen (T, top) int32, -1: no expert; shares (T, top) float
 //   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. WEIGHT_BITS: 16 or 4.
-//             In 4 bits RUNS: of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
+//             In 4 bits RUNS: runs of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
 //             ROWS: 1 for steps of one row, else 64. AHEAD: turns of weights and x that a warp has on their way
 //   launch    grid C / 16, block 256, dynamic shared memory: 8 rings of weights and x, 4352 bytes, then 68 for each pair
 //   numerics  float32 sums over a slice or scale group in tensor cores, added in order within a quarter of K, then the
 //             quarters, then the experts; rounded once. A row's bits depend on its own operands only
 //   oracle    NumpyOps.experts_down
 //   source    original
-//   layout    sixteen columns are few, so K is split over four warps, which add their sums in order, and two groups of warps
-//             take every other eight pairs of an expert. What is known of a group's next pairs is on its way while it adds: of
-//             many rows the weights, of one row, whose expert has to be looked up, inner
+//   layout    a block has only 16 columns, so four warps split K among them and add their sums in order, and two such groups of
+//             warps take turns with the tiles of eight pairs. While a group adds its sums, the copies for its next tile that
+//             can already start are under way: with many rows the weights; with one row, inner, since the expert still has to
+//             be looked up
 #if !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || (WEIGHT_BITS == 4 && !defined(RUNS)) || \
     (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(ROWS) || !defined(AHEAD)
 #error "a constant is not defined"
@@ -24,22 +25,22 @@
 #include "expert_rows.cuh"
 #include "mbarrier.cuh"
 
-constexpr int kParts = 4, kGroups = 2, kWarps = kParts * kGroups, kThreads = kWarps * 32;   // parts of K
+constexpr int kParts = 4, kGroups = 2, kWarps = kParts * kGroups, kThreads = kWarps * 32;   // parts of K, groups of warps
 constexpr int kPartSlices = (kSlices + kParts - 1) / kParts;
 constexpr int kTokens = ROWS == 1 ? 1 : 8;
-constexpr float kPadding = -1.0f;   // in place of a share
-// Slices whose products are under way together: a turn. So many turns of weights and x are on their way to shared memory.
+constexpr float kPadding = -1.0f;   // stands for the share of a pair without an expert
+// kTogether: slices that a warp multiplies together, a turn. kAhead: turns of weights and x on their way to shared memory.
 constexpr int kTogether = ROWS == 1 && !kManyGroups ? 2 : 1, kAhead = AHEAD;
 constexpr int kTurns = (kPartSlices + kTogether - 1) / kTogether;
 constexpr int kTurnColumns = kTogether * kSliceColumns, kPitch = kTurnColumns * 2 + 64;
 constexpr int kWeightBytes = kTogether * kSlotBytes, kTurnBytes = kWeightBytes + kTokens * kPitch;
-constexpr int kRingBytes = kAhead * kTurnBytes;   // of a warp
+constexpr int kRingBytes = kAhead * kTurnBytes;   // a warp's ring
 static_assert(ROWS == 1 || ROWS == 64, "ROWS must be 1 or 64");
 
-// A warp's part of a tile's columns, weights and x, through a ring of its own in shared memory.
+// A warp's part of K, a quarter: the weights and x of its columns, which come through a ring of the warp's own in shared memory.
 struct Part {
   uint32_t ring;
-  int begin, end;   // slices
+  int begin, end;   // slices [begin, end) of the part
 
   DEVICE uint32_t slot(int turn) const { return ring + turn % kAhead * kTurnBytes; }
   // Starts the copies of the weights of a turn.
@@ -50,7 +51,7 @@ struct Part {
       if (turn < kTurns && slice < end) weight.copy(slot(turn) + s * kSlotBytes, slice);
     }
   }
-  // And of the columns of x, of `count` pairs; of one row `inner` is the pair's own.
+  // Starts the copies of a turn's columns of x, of `count` pairs. If ROWS is 1, `inner` is the pair's own row and `pairs` is unused.
   DEVICE void copy_rows(const scalar_t* inner, const int* pairs, int count, int turn) const {
     constexpr int kPieces = kTurnColumns / 8;
     const int first = (begin + turn * kTogether) * kSliceColumns;
@@ -62,18 +63,18 @@ struct Part {
                    inner + (ROWS == 1 ? 0 : static_cast<int64_t>(pairs[token]) * K) + first + column);
     }
   }
-  // The first turns of weights, one group of copies.
+  // Starts the copies of the first kAhead turns of weights, as one group.
   DEVICE void begin_weights(const TileSource& weight) const {
     for (int turn = 0; turn < kAhead; turn++) copy_weights(weight, turn);
     cp_async_commit();
   }
-  // The first turns of a row, in the group of the first weights.
+  // Starts the copies of the first kAhead turns of a row. They belong to the group of the first weights, which accumulate commits.
   DEVICE void begin_row(const scalar_t* row) const {
     for (int turn = 0; turn < kAhead; turn++) copy_rows(row, nullptr, 1, turn);
   }
 };
 
-// The lane's columns of x of a turn, from slice s of it on.
+// Reads the lane's columns of x of a turn, from the turn's slice s on.
 struct TurnRows {
   uint32_t place;
   DEVICE TurnRows(uint32_t slot, int s) {
@@ -83,7 +84,8 @@ struct TurnRows {
   DEVICE uint4 operator()(int s, int j, int) const { return load_shared(place + s * (kSliceColumns * 2) + j * 64); }
 };
 
-// The sums of a warp's part, of which the first weights, or the first columns of one row, are on their way. Then a turn is a group.
+// Adds the products of a warp's part to `sums`. The copies of its first weights (ROWS 64) or of the row's first columns (ROWS 1) have
+// been started; the copies that are started here are one group for each turn.
 DEVICE void accumulate(Sums (&sums)[1], const Part& part, const TileSource& weight, const scalar_t* inner, const int* pairs,
                        int count) {
   for (int turn = 0; turn < kAhead; turn++) {
@@ -119,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     KERNEL(experts_down)(scalar_t* x, const scalar_t* inner, const void* __restrict__ weight, const int* chosen,
                          const float* shares, int num_rows, int top, int num_experts, int columns, float scale) {
   extern __shared__ __align__(128) unsigned char memory[];
-  const auto sums_of = reinterpret_cast<float(*)[128]>(memory + kWarps * kRingBytes);   // of a warp
-  const auto listed = reinterpret_cast<int(*)[8]>(sums_of + kWarps);                      // pairs of a warp's tile
+  const auto sums_of = reinterpret_cast<float(*)[128]>(memory + kWarps * kRingBytes);   // [warp][128]
+  const auto listed = reinterpret_cast<int(*)[8]>(sums_of + kWarps);                      // [warp][8]: the pairs of its tile
   float* const found = reinterpret_cast<float*>(listed + kWarps);                         // [pair][16]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / kParts, num_pairs = num_rows * top;
   const int begin = min(warp % kParts * kPartSlices, kSlices);
@@ -142,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
   if (ROWS == 1 && group < num_pairs) part.begin_row(row_of(group));
   PairTile tile = tile_at(group);
   if (ROWS > 1 && tile.expert >= 0) part.begin_weights(weights_of(tile.expert));
-  // What the block's last work needs of x and of the routing comes while it multiplies.
+  // The values of x and the shares that the block needs at its end are loaded while it multiplies.
   const int row = threadIdx.x / 16, column = blockIdx.x * 16 + threadIdx.x % 16;
   scalar_t before = from_float(0.0f);
   if (row < num_rows) before = x[static_cast<int64_t>(row) * columns + column];
@@ -171,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     barrier_wait(1 + group, kParts * 32);
     tile = next;
   }
-  cp_async_wait_all();   // of a row of padding nobody has waited for inner
+  cp_async_wait_all();   // in a row of padding nothing has waited for the copies of inner
   if (threadIdx.x < num_pairs) held_shares[threadIdx.x] = share;
   for (int pair = threadIdx.x + kThreads; pair < num_pairs; pair += kThreads) held_shares[pair] = share_of(pair);
   __syncthreads();

@@ -1,29 +1,32 @@
-// All that a step of one row does with its experts, in one launch: the routing, and the products with their first and last matrices.
+// Runs a one-row step's experts in one launch: the routing, and the gate_up and down products of the chosen experts.
 //
 //   formula   chosen, shares and n as in route.cu; then with e = chosen[p], p = 0 .. TOP - 1:
 //             inner[p, f] = round(silu(n . Wg[e, f]) * (n . Wu[e, f]));  x[c] = round(x[c] + scale * sum_p shares[p] * (inner[p] . Wd[e, c]))
-//   operands  x (K) scalar_t; chosen (TOP) int32, ascending, -1 where slots has -1: then x stays; shares (TOP) float; norm (K), router
-//             (EXPERTS, K) scalar_t; gate_up (2 EXPERTS INNER, K), the gates of all experts and then their ups, down (EXPERTS K, INNER):
-//             scalar_t row-major, or packed as in packed_layout.cuh; next: next_bytes, a multiple of 16, of a weight that is read behind
-//             this; slots (1) int32; exchanged uint64 (2 + TOP * INNER / 2 + 4 TOP K), zero before the first launch: the number of
-//             launches, nothing, inner, and sums that blocks send
-//   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. INNER: columns of down, such a multiple too. EXPERTS: 1 to 32.
+//   operands  x (K) scalar_t; chosen (TOP) int32, ascending, all -1 for padding (slots has -1), which leaves x as it is; shares (TOP)
+//             float; norm (K), router (EXPERTS, K) scalar_t; gate_up (2 EXPERTS INNER, K), the gates of all experts and then their ups,
+//             down (EXPERTS K, INNER): scalar_t row-major, or packed as in packed_layout.cuh; next: a weight that a later kernel reads,
+//             whose first next_bytes, a multiple of 16, are prefetched into the L2; slots (1) int32; exchanged uint64
+//             (2 + TOP * INNER / 2 + 4 TOP K), zero before the first launch: the number of launches, an unused word, the words of
+//             inner, and those of the sums that blocks send each other
+//   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. INNER: columns of down, a multiple of the same. EXPERTS: 1 to 32.
 //             TOP: experts of a row, 1 to EXPERTS. ROUTE_WARPS: warps that score the row, as in route.cu. WEIGHT_BITS: 16 or 4.
-//             In 4 bits RUNS: of the packed layout of gate_up. DOWN_RUNS: of that of down. Of both SCALE_GROUP: columns that share a
-//             scale. ZEROS: 1 has zero points. WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on
-//             their way.
+//             In 4 bits RUNS: runs of the packed layout of gate_up. DOWN_RUNS: those of down. For both SCALE_GROUP: columns that
+//             share a scale. ZEROS: 1 has zero points. WARPS: warps of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a
+//             warp has on their way.
 //             PORTABLE: 1 leaves the copy engine out on sm_90 and later too
-//   launch    grid ceil(TOP * INNER / 8 / WARPS), all of which must run at once, block 32 * WARPS, dynamic shared memory: a ring for each
-//             warp, or norm and router if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) + 132 bytes, in whole 16; for each warp
-//             that has a part of down a quarter of a row of inner; for each warp 8 AHEAD bytes; 256 TOP bytes for each 16 rows of down that a block has for itself
+//   launch    grid ceil(TOP * INNER / 8 / WARPS), whose blocks must all run at once, block 32 * WARPS, dynamic shared memory: a ring for
+//             each warp, or norm and router if they are larger; 2 K bytes for the row; 4 ROUTE_WARPS (1 + EXPERTS) + 132 bytes, rounded
+//             up to 16; a quarter of a row of inner for each warp that has a job of down; 256 TOP bytes for each tile (16 rows) of down
+//             that is a block's own; 8 AHEAD bytes for each warp
 //   numerics  the routing's as in route.cu, the products' as in experts.cu and experts_down.cu, to the bit
 //   oracle    NumpyOps.route, experts_gate_up, experts_down
 //   source    original
-//   layout    As in gate_up_row.cu every block finds the routing, and a warp has a tile of gate_up, through a ring of its own. Behind it the
-//             ring brings what the warp has of down: of 16 rows and one expert a quarter of the columns. So the memory is not idle while
-//             inner goes from block to block: through words of eight bytes, two columns and the launch that wrote them. Who waits for a
-//             word reads it until the launch is its own; there is no flag to write after, or to read before. Of down every block has
-//             as many whole tiles as come out even; the quarters of the others are dealt out, and their sums sent in such words
+//   layout    As in gate_up_row.cu, every block computes the routing, and each warp has a tile of gate_up, whose weights come through a
+//             ring of its own. After the tile, the ring brings the weights of the warp's jobs of down; a job is a quarter of the columns
+//             of 16 rows of one expert. So memory is not idle while inner goes from block to block, in words of eight bytes: two columns
+//             and the number of the launch that wrote them. A reader polls a word until its number is that of this launch, so there is
+//             no flag to write after the data or to read before them. Every block has the same number of whole tiles of down; the jobs
+//             of the tiles left over are dealt out to the blocks, and their sums sent in such words
 #if !defined(IN_FEATURES) || !defined(INNER) || !defined(EXPERTS) || !defined(TOP) || !defined(ROUTE_WARPS) || !defined(WEIGHT_BITS) || \
     (WEIGHT_BITS == 4 && !defined(RUNS)) || (WEIGHT_BITS == 4 && !defined(DOWN_RUNS)) || (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || \
     (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(WARPS) || !defined(AHEAD) || !defined(PORTABLE)
@@ -36,15 +39,15 @@
 #include "tagged_words.cuh"
 
 constexpr int kThreads = 32 * WARPS, kAhead = AHEAD;
-constexpr int kRingBytes = kAhead * kTurnBytes;   // of a warp
-constexpr int kTiles = INNER / 8, kDownTiles = K / 16;   // of an expert
+constexpr int kRingBytes = kAhead * kTurnBytes;   // a warp's ring
+constexpr int kTiles = INNER / 8, kDownTiles = K / 16;   // tiles of an expert's gate_up and down
 constexpr int kParts = 4, kDownSlices = INNER / kSliceColumns, kPartSlices = (kDownSlices + kParts - 1) / kParts;   // as in experts_down.cu
 constexpr int kPartTurns = (kPartSlices + kTogether - 1) / kTogether, kPartBytes = kPartSlices * kSliceColumns * 2;
 constexpr int kRowOffset = WARPS * kRingBytes > kRouteBytes ? WARPS * kRingBytes : kRouteBytes, kSumsOffset = kRowOffset + K * 2;
 constexpr int kTagOffset = kSumsOffset + ROUTE_WARPS * (1 + EXPERTS) * 4, kSharesOffset = kTagOffset + 4;
 constexpr int kPartOffset = (kSharesOffset + 32 * 4 + 15) / 16 * 16;
 #if __CUDA_ARCH__ >= 900
-constexpr bool kCopyEngine = WEIGHT_BITS == 4 && !PORTABLE;   // a turn is then a copy, which one lane asks for; rows of 16 bits are apart
+constexpr bool kCopyEngine = WEIGHT_BITS == 4 && !PORTABLE;   // one lane starts a turn as one copy; rows of 16 bits do not lie together
 #else
 constexpr bool kCopyEngine = false;
 #endif
@@ -57,20 +60,20 @@ using DownCopies = TileCopies<INNER, 1>;
 using DownCopies = TileCopies<INNER, DOWN_RUNS>;
 #endif
 
-// How the tiles of down are shared out: so many for each block alone, and those left over job by job.
+// How the tiles of down are shared out: each block has kOwnTiles alone; the kLeftTiles left over are dealt out job by job.
 constexpr int kGrid = (TOP * kTiles + WARPS - 1) / WARPS, kOwnTiles = kDownTiles / kGrid, kLeftTiles = kDownTiles % kGrid;
 constexpr int kTileJobs = TOP * kParts, kOwnJobs = kOwnTiles * kTileJobs, kLeftJobs = kLeftTiles * kTileJobs;
-constexpr int kSumWords = TOP * INNER / 2;   // where the words of sums begin
+constexpr int kSumWords = TOP * INNER / 2;   // index of the first word of the sums
 constexpr int kMostJobs = kOwnJobs + (kLeftJobs + kGrid - 1) / kGrid, kPartWarps = kMostJobs < WARPS ? kMostJobs : WARPS;
 constexpr int kFoundOffset = kPartOffset + kPartWarps * kPartBytes;
 
-// The block's jobs, own ones and left ones.
+// Returns the number of the block's jobs: those of its own tiles and those dealt to it.
 DEVICE int num_jobs() { return kOwnJobs + (kLeftJobs + static_cast<int>(blockIdx.x)) / kGrid; }
 
-// A warp's work on down: a quarter of the columns of one expert's sixteen rows. The block's are numbered.
+// A job of a warp on down: a quarter of the columns of one tile (16 rows) of one expert. `index` is its number among the block's.
 struct Job {
-  int tile, place, begin, end;   // of the expert, among those that are taken; slices
-  int left;                      // its number among those of the tiles left over, or -1
+  int tile, place, begin, end;   // the expert's tile; the expert's place among those taken; slices [begin, end)
+  int left;                      // the job's number among those of the tiles left over, or -1
   DEVICE explicit Job(int index) {
     const int block = blockIdx.x;
     left = index < kOwnJobs ? -1 : kGrid - 1 - block + (index - kOwnJobs) * kGrid;
@@ -80,26 +83,26 @@ struct Job {
   }
 };
 
-// Where the weights of job `number` of the block lie.
+// The place of the weights of the block's job `number`.
 struct JobWeights {
-  int row, begin, end;   // of the stacked weight; slices, none where the block has no such job
+  int row, begin, end;   // first row in the stacked weight; slices [begin, end), none if the block has no such job
   DEVICE JobWeights(uint32_t taken, int number) {
     const Job job(number);
     row = expert_at(taken, job.place) * K + job.tile * 16, begin = job.begin, end = number < num_jobs() ? job.end : 0;
   }
 };
 
-// The warp's weights, through a ring that nobody else touches: turns of its tile of gate_up, then of its jobs. A turn is a group of
-// copies, or one whose bytes count at the barrier of its place in the ring.
+// The stream of a warp's weights through a ring in shared memory that no other warp uses: the turns of its tile of gate_up, then
+// those of its jobs. A turn is a group of copies or, with the copy engine, a copy whose bytes the barrier of its place counts.
 struct Stream {
   TileSource first;
   const void* down;
   uint32_t taken, ring, barriers;
   bool has_tile;
   JobWeights own;              // of the warp's first job
-  int place = 0, parity = 0;   // of the next turn that is read
+  int place = 0, parity = 0;   // in the ring, of the next turn to be read
 
-  // Before the first copies. A barrier of the warp follows.
+  // Initialises the warp's barriers, before the first copies. A barrier of the warp must follow.
   DEVICE static void prepare(uint32_t barriers) {
     if constexpr (kCopyEngine) {
       if (threadIdx.x % 32 > 0) return;
@@ -107,7 +110,7 @@ struct Stream {
       mbarrier_init_fence();
     }
   }
-  // Slices from `slice` on, below `end`.
+  // Starts the copies of one turn, the slices from `slice` on that are below `end`, to place `to` of the ring.
   template <class Copies>
   DEVICE void copy(const Copies& source, int slice, int end, int to) const {
     const uint32_t slot = ring + to * kTurnBytes;
@@ -122,12 +125,13 @@ struct Stream {
       cp_async_commit();
     }
   }
+  // Starts the copies of turn `turn` of the stream to place `to` of the ring.
   DEVICE void copy(int turn, int to) const {
     if (kCopyEngine && threadIdx.x % 32 > 0) return;
     if (turn < kTurns) return copy(first, turn * kTogether, has_tile ? kSlices : 0, to);
     const int later = turn - kTurns;
     if (later < kPartTurns) return copy(DownCopies(down, {own.row, 8}), own.begin + later * kTogether, own.end, to);
-    if (kCopyEngine && kMostJobs <= WARPS) return;   // nobody has another job
+    if (kCopyEngine && kMostJobs <= WARPS) return;   // no warp has a second job
     const JobWeights job(taken, threadIdx.x / 32 + later / kPartTurns * WARPS);
     copy(DownCopies(down, {job.row, 8}), job.begin + later % kPartTurns * kTogether, job.end, to);
   }
@@ -135,7 +139,7 @@ struct Stream {
 #pragma unroll
     for (int turn = 0; turn < kAhead; turn++) copy(turn, turn);
   }
-  // Turn `turn` once it is there; its place is filled again.
+  // Waits for turn `turn`, reads it into `held`, and starts the copies of the turn that takes its place in the ring.
   DEVICE void take(Slice (&held)[kTogether], int turn) {
     if (kCopyEngine) {
       mbarrier_wait(barriers + place * 8, parity);
@@ -151,12 +155,13 @@ struct Stream {
   }
 };
 
-// The row's columns [2 from, 2 (from + kPartBytes / 4)) of inner, up to `end` words, to shared memory. All lanes.
+// Waits for the words [from, end) of inner, two columns each and at most kPartBytes / 4, and writes the columns to shared memory at
+// `to`. All lanes.
 DEVICE void collect(const TaggedWords& words, uint32_t to, int from, int end) {
-  constexpr int kEach = (kPartBytes / 8 + 31) / 32, kBatch = kEach < 12 ? kEach : 12;   // of 16 bytes for each lane, and so many at a time
+  constexpr int kEach = (kPartBytes / 8 + 31) / 32, kBatch = kEach < 12 ? kEach : 12;   // pairs of words for each lane, in all and at a time
   const int lane = threadIdx.x % 32;
   if (from >= end) return;
-  words.wait_for_any(from + (end - from) / 8 * (lane / 4));   // of a few tiles: the others will not be long
+  words.wait_for_any(from + (end - from) / 8 * (lane / 4));   // polls eight words only: once one is there, the others follow soon
 #pragma unroll 1
   for (int first = 0; first < kEach; first += kBatch) {
     uint4 held[kBatch];
@@ -204,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Stream stream{{gate_up, {static_cast<int64_t>(expert) * INNER + tile * 8, static_cast<int64_t>(EXPERTS) * INNER}},
                 down, choice.taken, shared + warp * kRingBytes, barriers, place < TOP,
                 JobWeights(choice.taken, warp)};
-  if (kCopyEngine) async_proxy_fence();   // norm and router, which others have read, were where copies go
+  if (kCopyEngine) async_proxy_fence();   // the copies overwrite norm and router, which other threads have read
   if (!is_padding) stream.begin();
   if (index == 0) choice.store(chosen, shares, score, is_padding);
   if (is_padding) return;
@@ -218,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (stream.has_tile) multiply_turn<kSlices % kTogether == 0>(first_sums, held, row, turn * kTogether, 0, kSlices);
   }
   if (stream.has_tile) words.store_tile(index * 4, activated(first_sums[0]));
-  // The memory has but a part of down left to bring: the block's share of what is read next.
+  // Only a part of down is still to come from memory, so the warp prefetches its share of the weight that is read next.
   constexpr int kFetches = kGrid * WARPS;
   const int own_bytes = (next_bytes / 16 + kFetches - 1) / kFetches * 16, fetched = index * own_bytes;
   if (lane == 0 && fetched < next_bytes)
@@ -247,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncwarp();
   }
-  const auto column_of = [&](int i) { return (blockIdx.x + i / 16 * kGrid) * 16 + i % 16; };   // what thread i finishes
-  const int finished = (kOwnTiles + (static_cast<int>(blockIdx.x) < kLeftTiles)) * 16;   // columns
+  const auto column_of = [&](int i) { return (blockIdx.x + i / 16 * kGrid) * 16 + i % 16; };   // the column of x that item i finishes
+  const int finished = (kOwnTiles + (static_cast<int>(blockIdx.x) < kLeftTiles)) * 16;   // columns that the block finishes
   const scalar_t before = static_cast<int>(threadIdx.x) < finished ? load_now(x + column_of(threadIdx.x)) : from_float(0.0f);
   __syncthreads();
   for (int i = threadIdx.x; i < finished; i += kThreads) {
@@ -270,5 +275,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     x[column_of(i)] = from_float(fmaf(scale, sum, to_float(i < kThreads ? before : x[column_of(i)])));
   }
-  if (index == 0 && lane == 0) words.count_launch();   // the first tile is finished: it takes all of inner, so all blocks know the number
+  if (index == 0 && lane == 0) words.count_launch();   // its tile took all of inner, so every block has read the number
 }

@@ -1,24 +1,25 @@
-// The routing of a step of one row and its products with the first matrices of the experts, in one launch.
+// Routes the row of a one-row step and multiplies it by its experts' gate and up matrices, in one launch.
 //
 //   formula   chosen, shares and n as in route.cu; then with e = chosen[p], p = 0 .. TOP - 1:
 //             out[p, f] = round(silu(n . Wg[e, f]) * (n . Wu[e, f]))
-//   operands  out (TOP, columns) scalar_t; chosen (TOP) int32, ascending, -1 where slots has -1; shares (TOP) float; x (K), norm (K),
-//             router (EXPERTS, K) scalar_t; weight (2 EXPERTS columns, K), the gates of all experts and then their ups: scalar_t
-//             row-major, or packed as in packed_layout.cuh; slots (1) int32; next: the weight of the product behind this, expert_bytes
-//             an expert, or null
+//   operands  out (TOP, columns) scalar_t; chosen (TOP) int32, ascending, all -1 for padding (slots has -1); shares (TOP) float; x (K),
+//             norm (K), router (EXPERTS, K) scalar_t; weight (2 EXPERTS columns, K), the gates of all experts and then their ups:
+//             scalar_t row-major, or packed as in packed_layout.cuh; slots (1) int32; next: the weight of the following product,
+//             expert_bytes for each expert, or null
 //   constants IN_FEATURES: K, a multiple of 64, in 4 bits of 128. EXPERTS: 1 to 32. TOP: experts of a row, 1 to EXPERTS.
 //             ROUTE_WARPS: warps that score the row, as in route.cu. WEIGHT_BITS: 16 or 4.
-//             In 4 bits RUNS: of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
-//             WARPS: of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way
+//             In 4 bits RUNS: runs of the packed layout. SCALE_GROUP: columns that share a scale. ZEROS: 1 has zero points.
+//             WARPS: warps of a block, at least ROUTE_WARPS. AHEAD: turns of weights that a warp has on their way
 //   launch    grid ceil(TOP * columns / 8 / WARPS), block 32 * WARPS, dynamic shared memory: a ring for each warp, or norm and router
 //             if they are larger; 2 K bytes; 4 ROUTE_WARPS (1 + EXPERTS) bytes
 //   numerics  the routing's as in route.cu, the products' as in experts.cu, to the bit
 //   oracle    NumpyOps.route, experts_gate_up
 //   source    original
-//   layout    every block finds the routing: that takes less time than another launch would, and weights are asked for as soon
-//             as their expert is known. A warp has a tile, through a ring of its own; a block has so many warps that tiles
-//             spread evenly over the multiprocessors, and their rings take all of its shared memory. The next
-//             weight begins to come into the L2 while last products and the start of its kernel would leave the memory idle
+//   layout    every block computes the routing: that takes less time than another launch would, and a warp can start to load
+//             weights as soon as their expert is known. Each warp has a tile, whose weights come through a ring of its own. A
+//             block has so many warps that the tiles spread evenly over the multiprocessors, and their rings take all of its
+//             shared memory. The next weight is prefetched into the L2, so that memory is not idle during the last products
+//             and the start of the next kernel
 #if !defined(IN_FEATURES) || !defined(EXPERTS) || !defined(TOP) || !defined(ROUTE_WARPS) || !defined(WEIGHT_BITS) || \
     (WEIGHT_BITS == 4 && !defined(RUNS)) || (WEIGHT_BITS == 4 && !defined(SCALE_GROUP)) || \
     (WEIGHT_BITS == 4 && !defined(ZEROS)) || !defined(WARPS) || !defined(AHEAD)
@@ -29,20 +30,20 @@
 #include "routed_row.cuh"
 
 constexpr int kThreads = 32 * WARPS, kAhead = AHEAD;
-constexpr int kRingBytes = kAhead * kTurnBytes;   // of a warp
-// When nothing of the warp's own is left to be asked for, and its first weights have come.
+constexpr int kRingBytes = kAhead * kTurnBytes;   // a warp's ring
+// The turn at which a warp prefetches the next weight: all its own copies have been started, and its first weights have come.
 constexpr int kPrefetchTurn = kTurns > kAhead ? kTurns - kAhead : 0;
 constexpr int kRowOffset = WARPS * kRingBytes > kRouteBytes ? WARPS * kRingBytes : kRouteBytes;
 constexpr int kSumsOffset = kRowOffset + K * 2;
 static_assert(WARPS >= ROUTE_WARPS, "WARPS must be at least ROUTE_WARPS");
 
-// The weight of the product behind this one: of each expert the first ahead_bytes of expert_bytes are asked for ahead of it.
+// The weight of the following product, of which the first ahead_bytes of each chosen expert are prefetched into the L2.
 struct NextWeight {
   const void* weight;   // null: there is none
   int64_t expert_bytes;
   int ahead_bytes;               // a multiple of 16
 
-  // The warp with tile `tile` of the expert's `tiles` asks for its share.
+  // Prefetches the share of the warp that has tile `tile` of the expert's `tiles`.
   DEVICE void prefetch(int expert, int tile, int tiles) const {
     const int own = (ahead_bytes + 16 * tiles - 1) / (16 * tiles) * 16, begin = tile * own;
     if (weight != nullptr && begin < ahead_bytes && threadIdx.x % 32 == 0)
@@ -50,7 +51,7 @@ struct NextWeight {
   }
 };
 
-// The weight tile of a warp, through a ring that nobody else touches. A turn is a group of copies.
+// The weight tile of a warp, which comes through a ring in shared memory that no other warp uses. A turn is a group of copies.
 struct Ring {
   const TileSource& source;
   uint32_t shared;
@@ -66,7 +67,7 @@ struct Ring {
 #pragma unroll
     for (int turn = 0; turn < kAhead; turn++) copy(turn, turn);
   }
-  // `next()` is called once, when nothing is left to copy.
+  // Adds the products with the row at `row` in shared memory to `sums`. Calls next() once, when nothing is left to copy.
   template <class Next>
   DEVICE void accumulate(Sums (&sums)[1], uint32_t row, const Next& next) const {
     int place = 0;

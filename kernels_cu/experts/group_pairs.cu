@@ -1,14 +1,15 @@
-// The pairs of a chunk (a row with one of its experts) in the order of the experts.
+// Sorts the pairs of a chunk (a pair is a row with one of its experts) by expert.
 //
 //   formula   starts[e] = number of pairs of experts below e;  order[starts[e] + i] = pair i of expert e, in ascending order
-//   operands  starts (EXPERTS + 1) int32; order (num_pairs) int32; chosen (num_pairs) int32, -1: of no expert
+//   operands  starts (EXPERTS + 1) int32; order (num_pairs) int32; chosen (num_pairs) int32, -1: no expert
 //   constants EXPERTS: 1 to 32
 //   launch    one block of 1024, static shared memory
 //   numerics  integers
 //   oracle    a stable sort by expert
 //   source    original; a counting sort
-//   layout    each warp has a stretch of the pairs and counts it by ballots; lanes then add up what comes before each
-//             stretch, so the order is that of the pairs and no atomics decide it
+//   layout    each warp counts the pairs of each expert in a stretch of its own, by ballots; the lanes of warp 0 then add up
+//             how many pairs of their expert come before each stretch. So the order is that of the pairs, not one that atomics
+//             happen to give
 #if !defined(EXPERTS)
 #error "a constant is not defined"
 #endif

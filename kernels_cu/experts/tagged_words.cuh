@@ -1,10 +1,11 @@
-// What blocks hand to each other while they run: words of two columns, or a sum, and the number of the launch that wrote them. A word
-// is written and read whole, so that whoever sees the number has the rest too.
+// Words in global memory by which the blocks of a launch send each other values while they run. The low half of a word is two
+// columns or a sum, the high half the number of the launch that wrote it. A word is written and read whole, so that a reader that sees
+// the number has the value too.
 #pragma once
 #include "copy.cuh"
 
 struct TaggedWords {
-  uint64_t* words;   // the number of launches before this one, nothing, then the words
+  uint64_t* words;   // [0]: the number of launches before this one; [1]: unused; from [2] on the words that are sent
   uint32_t tag;      // the number of this launch
 
   DEVICE uint64_t* at(int index) const { return words + 2 + index; }
@@ -18,18 +19,18 @@ struct TaggedWords {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(at(index)) : "memory");
     return word;
   }
-  // Of a tile of eight columns lane 4 g has column g; its words are those from `index` on. All lanes.
+  // Stores a tile of eight columns, of which lane 4 g has column g, in the four words from `index` on. All lanes.
   DEVICE void store_tile(int index, scalar_t value) const {
     const uint32_t own = reinterpret_cast<const uint16_t&>(value), next = __shfl_down_sync(0xFFFFFFFFu, own, 4);
     const int lane = threadIdx.x % 32;
     if (lane % 8 == 0) store(index + lane / 8, own | next << 16);
   }
-  // Until one of the lanes' words is this launch's. All lanes.
+  // Waits until the word `index` of at least one lane has this launch's number. All lanes.
   DEVICE void wait_for_any(int index) const {
     while (!__any_sync(0xFFFFFFFFu, load(index) >> 32 == tag)) {
     }
   }
-  // Floats in words `distance` apart, once all are this launch's.
+  // Waits until COUNT words, from `index` on and `distance` apart, have this launch's number, and returns their floats in `values`.
   template <int COUNT>
   DEVICE void wait_for(float (&values)[COUNT], int index, int distance) const {
     bool is_missing;
@@ -42,15 +43,16 @@ struct TaggedWords {
       for (int i = 0; i < COUNT; i++) is_missing |= held[i] >> 32 != tag, values[i] = __uint_as_float(static_cast<uint32_t>(held[i]));
     } while (is_missing);
   }
-  // Two words, columns in x and z; `index` is even.
+  // Returns two words, their values in x and z, their numbers in y and w. `index` is even.
   DEVICE uint4 load2(int index) const {
     ulonglong2 v;
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(v.x), "=l"(v.y) : "l"(at(index)) : "memory");
     return make_uint4(v.x, v.x >> 32, v.y, v.y >> 32);
   }
+  // Two words as load2 returns them, with this launch's number and with another.
   DEVICE uint4 present() const { return make_uint4(0, tag, 0, tag); }
   DEVICE uint4 absent() const { return make_uint4(0, ~tag, 0, ~tag); }
   DEVICE bool has_come(const uint4& two) const { return two.y == tag && two.w == tag; }
-  // Once all blocks know the number. One thread of all.
+  // Counts this launch, once all blocks have read the number of launches before it. One thread of the grid.
   DEVICE void count_launch() const { *reinterpret_cast<uint32_t*>(words) = tag; }
 };

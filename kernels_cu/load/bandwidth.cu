@@ -1,4 +1,4 @@
-// Reads memory as fast as the device can, which is the yardstick of everything that streams weights.
+// Reads memory as fast as the device can: the yardstick for kernels that stream weights.
 //
 //   formula   out[w] = XOR of the 32-bit words that warp w has read; XOR over out = XOR over data
 //   operands  out (grid * 8) uint32; data (num_tiles, 2048, 4) uint32, 16-byte aligned
@@ -6,7 +6,7 @@
 //   numerics  integers, exact
 //   oracle    numpy.bitwise_xor.reduce
 //   source    original
-//   layout    a tile is 32 KiB: 8 loads of 16 bytes a thread, none waits for another; a warp's 32 lie side by side
+//   layout    a tile is 32 KiB: 8 independent loads of 16 bytes for each thread; the 32 of a warp lie side by side
 #include "copy.cuh"
 
 constexpr int kThreads = 256;

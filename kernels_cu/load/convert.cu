@@ -1,4 +1,4 @@
-// Weights of another floating-point type, rounded to scalar_t while they are loaded.
+// Rounds weights of another floating-point type to scalar_t while they are loaded.
 //
 //   formula   out[i] = round(in[i]);  if scalar_t is half and a result is infinite: overflow = 1
 //   operands  out (n) scalar_t; overflow (1) uint32, else left alone; in (n) float (convert_float32) or the 16-bit type
@@ -8,7 +8,7 @@
 //   numerics  round to nearest even, subnormals kept; NaN stays NaN
 //   oracle    dtypes.py from_float32(to_float32(in))
 //   source    original
-//   layout    one element a thread and turn: the bus that `in` comes over is slower in any case
+//   layout    one element a thread and turn: that is faster than the bus by which `in` comes
 #include "types.cuh"
 
 #include <cuda_bf16.h>

@@ -11,13 +11,14 @@
 
 constexpr int kWords = 4;
 
+// Returns the output function of SplitMix64 of a state.
 DEVICE unsigned long long mix(unsigned long long state) {
   state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9ull;
   state = (state ^ (state >> 27)) * 0x94d049bb133111ebull;
   return state ^ (state >> 31);
 }
 
-// Two standard normal values from two 16-bit integers. The halves keep the logarithm finite.
+// Returns two standard normal values made of two 16-bit integers. Adding 0.5 keeps the logarithm finite.
 DEVICE float2 normal_pair(unsigned radius_bits, unsigned angle_bits) {
   const float radius = sqrtf(-2.f * __logf((radius_bits + 0.5f) * 0x1p-16f));
   float sine, cosine;

@@ -1,17 +1,18 @@
-// Rows in 16 bits rounded to codes of 2, 4 or 8 bits and scales, as tensors of the GPTQ format, while they are loaded.
+// Rounds rows in 16 bits to codes of 2, 4 or 8 bits and scales, as tensors of the GPTQ format have them, while they are loaded.
 //
-//   formula   scale = round(max |w| / m) over a group; u = clamp(rint(w / scale), -m, m) + m + 1, or m + 1 where scale is 0;
-//             m = 7, in 8 bits 127, in 2 bits 1
-//   operands  codes (K/8, N) uint32, nibble i of a word is column 8 w + i (in 8 bits (K/4, N), byte i column 4 w + i; in 2 bits
+//   formula   scale = round(max |w| / m) over a group; u = clamp(rint(w / scale), -m, m) + m + 1, or m + 1 if scale is 0;
+//             m = 7 in 4 bits, 127 in 8 bits, 1 in 2 bits
+//   operands  codes (K/8, N) uint32, nibble i of word w is column 8 w + i (in 8 bits (K/4, N), byte i column 4 w + i; in 2 bits
 //             (K/16, N));
 //             scales (K/G, N) scalar_t; fault (1) uint32, set to 1 if a w is not finite, or in 2 bits not exactly a
-//             code times the scale, else left alone (may be mapped host memory); w (N, K) scalar_t row-major, 16-byte aligned. G is 32, 64 or 128 and divides K
+//             code times the scale, else left alone (may be mapped host memory); w (N, K) scalar_t row-major, 16-byte aligned.
+//             G is 32, 64 or 128 and divides K
 //   constants WEIGHT_BITS: bits of a code: 2, 4 or 8
 //   launch    grid ceil(N * K / 2048), block 256, no shared memory
 //   numerics  float32 division, round to nearest even, the scale rounded to scalar_t before the codes are chosen
 //   oracle    weights/quantised.py round_to_nearest
 //   source    original
-//   layout    a thread has 8 columns, which are a half, one or two words; the lanes of a group find its largest value together
+//   layout    a thread has 8 columns of a row: half a word of codes, one or two. The lanes of a group find its largest value together
 #if !defined(WEIGHT_BITS)
 #error "a constant is not defined"
 #endif

@@ -1,15 +1,15 @@
-// Heads of lightning attention: a warp normalises and rotates one, and where a slot's state lies.
+// Heads of lightning attention, each of which a warp normalises and rotates, and the address of a slot's state.
 #pragma once
 #include "copy.cuh"
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "HEAD_DIM must be 64 or 128");
 
 constexpr int kHalf = HEAD_DIM / 2;
-constexpr int kPairs = HEAD_DIM / 64;     // that a lane rotates: its elements of the first half, and their partners
+constexpr int kPairs = HEAD_DIM / 64;     // pairs that a lane rotates: an element of the first half, its partner in the second
 constexpr float kScale = HEAD_DIM == 128 ? 0.088388347648318447f : 0.125f;  // D^-0.5
 constexpr int kDecays = kPageTokens + 1;  // columns of `decay`: exp(-slope i) for i = 0 .. 64
 
-// A lane's part of a head: elements kPairs * lane and on of each half.
+// A lane's part of a head: kPairs elements of each half, from element kPairs * lane of the half on.
 struct HeadPart {
   float first[kPairs], second[kPairs];
 
@@ -29,7 +29,8 @@ struct HeadPart {
     return part;
   }
 
-  // Every operation is written out: the bits do not depend on what the compiler would contract.
+  // RMSNorm of the head, by a whole warp. Every operation is written out, so that the bits do not depend on what the compiler
+  // would contract.
   DEVICE void normalise(const scalar_t* weight, int lane, float eps) {
     float sum = 0.0f;
 #pragma unroll
@@ -42,7 +43,7 @@ struct HeadPart {
     for (int i = 0; i < kPairs; i++) first[i] *= scale * w.first[i], second[i] *= scale * w.second[i];
   }
 
-  // `rope` (2, max_context, D/2): cos, sin.
+  // Rotates the head by the angles of `position`. `rope` (2, max_context, D/2): cos, sin.
   DEVICE void rotate(const float* rope, int position, int max_context, int lane) {
     const float* angles = rope + static_cast<int64_t>(position) * kHalf + lane * kPairs;
 #pragma unroll
@@ -54,8 +55,8 @@ struct HeadPart {
   }
 };
 
-// A head of queries or keys as it enters the state, but for its rounding: normalised where `norm` is not null, rotated
-// where `rope` is not.
+// Returns a head of queries or keys, normalised if `norm` is not null and then rotated if `rope` is not null; not yet rounded. All
+// lanes of a warp.
 DEVICE HeadPart made_head(const scalar_t* source, const scalar_t* norm, const float* rope, int position,
                           int max_context, float eps, int lane) {
   HeadPart part = HeadPart::of(source, lane);
@@ -64,7 +65,7 @@ DEVICE HeadPart made_head(const scalar_t* source, const scalar_t* norm, const fl
   return part;
 }
 
-// The matrix of a head of a slot in one layer's states (B, H, D, D).
+// Returns the matrix (D, D) of a head of a slot in one layer's states (B, H, D, D).
 DEVICE float* state_of(float* states, int slot, int num_heads, int head) {
   return states + (static_cast<int64_t>(slot) * num_heads + head) * (HEAD_DIM * HEAD_DIM);
 }

@@ -1,14 +1,14 @@
-// Lightning attention of a step's rows: each takes up its token in the state of its slot and reads it.
+// Lightning attention of a step's rows: each row adds its key and value to the state of its slot, then applies its query to the state.
 //
-//   formula   of head h and row t of slot s, with q, k, v its heads, q and k normalised and rotated, all rounded:
+//   formula   for head h of row t of slot s, with q, k, v its heads, q and k normalised and rotated, all rounded:
 //             S = decay[h][1] S + k^T v; out[t, h] = D^-0.5 q S, S being states[s, h]
-//             CHAIN 1: the rows are a chain in one slot, each behind the one before it; S is not stored, and
-//             chain[t] = k heads, v heads. lightning_accept: states take up the first rows of the chain
+//             CHAIN 1: the rows are a chain of drafted tokens in one slot, each after the one before; S is not stored, but
+//             chain[t] = k heads, v heads is. lightning_accept: updates states by the first tree.path_length rows of chain
 //   operands  out (T, H * D) scalar_t; states (B, H, D, D) float32, keys by values, lightning_accept: (layers, B, ...);
 //             chain (J, 2 * H * D) scalar_t, lightning_accept: (layers, J, ...), else null; qkv (T, 3 * H * D) scalar_t:
 //             q heads, k heads, v heads; q_norm, k_norm (D) scalar_t or null; rope (2, max_context, D/2) float32: cos,
 //             sin, or null; decay (H, 65) float32: exp(-slope i) in column i; positions, slots (T) int32. A row of slot
-//             -1 leaves everything alone; in a chain so do the rows after it
+//             -1 changes nothing; in a chain nor do the rows after it
 //   constants HEAD_DIM: elements of a head: 64 or 128. CHAIN: 1 for rows of a chain
 //   launch    grid (D / 32, H, CHAIN ? 1 : T), lightning_accept (D / 32, H, layers); block 256; static shared memory
 //   numerics  float32, S = fma(k, v, round(decay S)) in either kernel; a product q S is summed over a thread's rows, lanes,
@@ -16,8 +16,8 @@
 //   oracle    NumpyOps.lightning_decode, reference/lightning.py accept_chain
 //   source    lightning attention (arXiv 2405.17381)
 //   layout    a block holds 32 columns of S in registers, a thread four of them in every 32nd row, so that each access
-//             takes whole lines and a chain needs no barrier between its rows. S is read before the wait: the product
-//             before starts this kernel only after its own wait, so that all that is older has ended
+//             takes whole lines and a chain needs no barrier between its rows. S is read before pdl_wait: the product
+//             before this kernel starts it only after its own wait, so that all kernels that may write S have ended
 #if !defined(HEAD_DIM) || !defined(CHAIN)
 #error "a constant is not defined"
 #endif
@@ -25,9 +25,9 @@
 #include "lightning.cuh"
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kColumns = 32;                 // of S, of a block
-constexpr int kGroups = kColumns / 4;        // of four columns
-constexpr int kStride = kThreads / kGroups;  // between a thread's rows of S
+constexpr int kColumns = 32;                 // columns of S of a block
+constexpr int kGroups = kColumns / 4;        // groups of four columns
+constexpr int kStride = kThreads / kGroups;  // distance between a thread's rows of S
 constexpr int kRows = HEAD_DIM / kStride;
 constexpr int kTurn = CHAIN ? 16 : 1;        // rows of the step whose heads are in shared memory at a time
 
@@ -38,7 +38,7 @@ struct Columns {
   DEVICE static float* first(float* matrix) {
     return matrix + threadIdx.x / kGroups * HEAD_DIM + blockIdx.x * kColumns + threadIdx.x % kGroups * 4;
   }
-  // Past the L1, whatever it may hold: before the wait.
+  // Reads past the L1, which may hold older values: this runs before pdl_wait.
   DEVICE void load(float* matrix) {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
@@ -50,6 +50,7 @@ struct Columns {
 #pragma unroll
     for (int i = 0; i < kRows; i++) *reinterpret_cast<float4*>(first(matrix) + i * kStride * HEAD_DIM) = at[i];
   }
+  // Takes a token into the thread's i-th row of S: S = decay S + k v.
   DEVICE void take_up(int i, float k, float4 v, float decay) {
     at[i].x = fmaf(k, v.x, __fmul_rn(decay, at[i].x));
     at[i].y = fmaf(k, v.y, __fmul_rn(decay, at[i].y));
@@ -58,7 +59,7 @@ struct Columns {
   }
 };
 
-// The four values of this thread's columns, of a head of values.
+// Returns the four elements of a head of values that belong to this thread's columns.
 DEVICE uint2 load_values(const scalar_t* head) {
   return *reinterpret_cast<const uint2*>(head + blockIdx.x * kColumns + threadIdx.x % kGroups * 4);
 }

@@ -1,23 +1,23 @@
-// Lightning attention of a prompt's chunk, block of 64 tokens after block, on tensor cores.
+// Lightning attention of a prompt's chunk on tensor cores, one block of 64 tokens after another.
 //
-//   formula   lightning_heads: q and k heads of qkv normalised and rotated, in place. lightning_prefill, of a block of n rows
-//             behind the state S of a head, with L^i = decay[h][i], r = D^-0.5:
+//   formula   lightning_heads: normalises and rotates the q and k heads of qkv in place. lightning_prefill, for a block of n
+//             rows and the state S of a head before it, with L^i = decay[h][i], r = D^-0.5:
 //             out_i = r L^(i+1) q_i S + sum over j <= i of (r L^(i-j) q_i k_j) v_j
-//             S = L^n S + sum over j of k_j^T (L^(n-1-j) v_j), which the next block begins with, and at last states[slot]
+//             S = L^n S + sum over j of k_j^T (L^(n-1-j) v_j), the state before the next block; the last one is states[slot]
 //   operands  out (T, H * D) scalar_t; states (B, H, D, D) float32, keys by values; qkv (T, 3 * H * D) scalar_t: q heads,
 //             k heads, v heads; q_norm, k_norm (D) scalar_t or null; rope (2, max_context, D/2) float32: cos, sin, or
 //             null; decay (H, 65) float32: exp(-slope i) in column i; positions, slots (T) int32; chunk (3) int32: slot,
-//             start (a multiple of 64), count. Rows of slot -1, and those from count on, are left alone
+//             start (a multiple of 64), count. Rows of slot -1, and those from count on, stay as they are
 //   constants HEAD_DIM: elements of a head: 64 or 128
 //   launch    lightning_heads: grid T * 2 H / 8 rounded up, block 256. lightning_prefill: grid (D / 64, H), block 128;
-//             dynamic shared memory: two stages of q, k (64, D) and v (64, 64), two weights (64, 64), decay
-//   numerics  products of scalar_t with float32 sums; what is in float32 enters a product as two scalar_t, its rounded
-//             value and the rounded rest (fp16: S times 2^-8, so that it stays in range); S stays in float32; rounded once
+//             dynamic shared memory: two stages of q, k (64, D) and v (64, 64), the weights' two parts (64, 64), decay
+//   numerics  products of scalar_t with float32 sums; a float32 operand enters a product as two scalar_t, its rounded value
+//             and the rounded rest (fp16: S times 2^-8, so that it stays in range); S stays in float32; out is rounded once
 //   oracle    NumpyOps.lightning_prefill
 //   source    lightning attention (arXiv 2405.17381); simple gated linear attention in chunks (arXiv 2312.06635)
-//   layout    a block of threads goes through the chunk with 64 columns of S, transposed, in the registers of four warps,
-//             16 columns each: its sums are the fragments of the next product. The weights q_i k_j go through shared
-//             memory, a warp's 16 rows of them at a time; what lies above the diagonal is left out
+//   layout    a thread block goes through the chunk with 64 columns of S in the registers of its four warps, 16 columns each. S
+//             is held transposed, so that its accumulators are the fragments of the next product. The weights q_i k_j go
+//             through shared memory; each warp computes 16 rows of them, without the tiles above the diagonal
 #if !defined(HEAD_DIM)
 #error "a constant is not defined"
 #endif
@@ -58,14 +58,15 @@ extern "C" __global__ void __launch_bounds__(32 * kHeadWarps)
   }
 }
 
-// 16 bytes of a row in shared memory: chunks of eight rows that ldmatrix reads together lie in different banks.
+// Returns the address of a 16-byte chunk of a row in shared memory, swizzled so that the chunks of eight rows that ldmatrix reads
+// together lie in different banks.
 template <int ROW_BYTES>
 DEVICE uint32_t chunk_at(uint32_t base, int row, int chunk) {
   return base + row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
 }
 
-// The four 8x8 matrices of a 16x16 tile whose upper left corner is at (row, 8 * chunk): where a lane's row of them lies.
-// ROWS_FIRST: the second matrix is below the first, else beside it.
+// Returns the address that a lane gives to ldmatrix for the four 8x8 matrices of a 16x16 tile whose upper left corner is at
+// (row, 8 * chunk). ROWS_FIRST: the second matrix is below the first, else beside it.
 template <int ROW_BYTES, bool ROWS_FIRST>
 DEVICE uint32_t tile_at(uint32_t base, int row, int chunk, int lane) {
   const int low = lane / 8 & 1, high = lane / 16;
@@ -76,14 +77,14 @@ struct Pair {
   uint32_t rounded, rest;
 };
 
-// Two floats as rounded values and what rounding left.
+// Returns two floats split into their rounded values and the rounded rests.
 DEVICE Pair split2(float a, float b) {
   const uint32_t rounded = pack2(a, b);
   const float2 kept = unpack2(rounded);
   return {rounded, pack2(a - kept.x, b - kept.y)};
 }
 
-// Starts the copies of a block of tokens; rows from `count` on become zeros.
+// Starts the copies of a block of tokens to a stage: q, k, and 64 columns of v. Rows from `count` on become zeros. All threads.
 DEVICE void load_block(uint32_t stage, const scalar_t* rows, int count, int width, int head) {
   constexpr int kRowChunks = HEAD_DIM / 8, kColumnChunks = kColumns / 8;
 #pragma unroll
@@ -103,7 +104,7 @@ DEVICE void load_block(uint32_t stage, const scalar_t* rows, int count, int widt
   }
 }
 
-// A warp's 16 rows of the weights r L^(i-j) q_i k_j, j <= i, to shared memory.
+// Computes a warp's 16 rows of the weights r L^(i-j) q_i k_j, j <= i, and stores their rounded values and rests in shared memory.
 DEVICE void store_weights(uint32_t weights, uint32_t q, uint32_t k, const float* decay, int warp, int lane) {
   float sums[kTokenTiles][4] = {};
 #pragma unroll
@@ -135,11 +136,11 @@ DEVICE void store_weights(uint32_t weights, uint32_t q, uint32_t k, const float*
   }
 }
 
-// A warp's 16 columns of S, transposed: tile n holds dimensions 8 n .. + 7 as the sums of a product do.
+// A warp's 16 columns of S, transposed: at[n] holds their key dimensions 8 n .. 8 n + 7 in the layout of MMA accumulators.
 struct State {
   float at[kStateTiles][4];
 
-  // The place of element e of tile n of a lane: its dimension times D, and its column.
+  // Returns the index of a lane's element e of tile n in the matrix (D, D): its key dimension times D plus its column.
   DEVICE static int place(int n, int e, int lane) {
     return (n * 8 + lane % 4 * 2 + e % 2) * HEAD_DIM + e / 2 * 8 + lane / 4;
   }
@@ -157,7 +158,7 @@ struct State {
       for (int e = 0; e < 4; e++) matrix[place(n, e, lane)] = at[n][e];
     }
   }
-  // sums (columns by tokens) += S^T q^T.
+  // Adds kStateScale S^T q^T to `sums`, columns by tokens.
   DEVICE void read(float (&sums)[kTokenTiles][4], uint32_t q, int lane) const {
 #pragma unroll
     for (int step = 0; step < HEAD_DIM / 16; step++) {
@@ -179,7 +180,7 @@ struct State {
       }
     }
   }
-  // S^T = L^count S^T + (v L^(count-1-j))^T k of the block's first `count` tokens j.
+  // Takes the block's first `count` tokens j into the state: S^T = L^count S^T + (v L^(count-1-j))^T k.
   DEVICE void take_up(uint32_t v, uint32_t k, const float* decay, int count, int warp, int lane) {
     const float kept = decay[count];
 #pragma unroll
@@ -211,7 +212,8 @@ struct State {
   }
 };
 
-// A warp's 16 columns of the outputs to their rows, through its own columns of v, which nobody reads any more.
+// Stores a warp's 16 columns of the outputs. They go through the warp's own columns of v in shared memory, which are not read again,
+// so that rows are stored 16 bytes at a time.
 DEVICE void store_outputs(scalar_t* out, const float (&sums)[kTokenTiles][4], uint32_t v, int count, int width, int warp,
                           int lane) {
   __syncwarp();

@@ -1,6 +1,6 @@
-// States of a slot in every layer, copied to a snapshot or from one, or cleared.
+// Copies a slot's states in every layer to a snapshot or from one, or clears them.
 //
-//   formula   to[layer * to_stride + i] = from[layer * from_stride + i], 0 where from is null, for i < count
+//   formula   to[layer * to_stride + i] = from[layer * from_stride + i], or 0 if from is null, for i < count
 //   operands  to, from float32, from may be null; strides and count in elements, multiples of 4
 //   launch    grid (count / 1024 rounded up, layers), block 256; no shared memory
 //   numerics  copies

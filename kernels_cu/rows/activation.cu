@@ -1,10 +1,10 @@
 // The gated activation: SiLU of the gate times up, or FATReLU.
 //
 //   formula   out[t, f] = round(g / (1 + exp(-g)) * gate_up[t, F + f]),  g = gate_up[t, f];
-//             with FATRELU (fatrelu.cuh) round(g * gate_up[t, F + f]) where g is above it, else 0
+//             with FATRELU (fatrelu.cuh) round(g * gate_up[t, F + f]) if g is above that threshold, else 0
 //   operands  out (T, F) scalar_t; gate_up (T, 2F) scalar_t; row-major; F = INTERMEDIATE
 //   constants INTERMEDIATE: columns of the output, a multiple of 8
-//             FATRELU: the activation is that of fatrelu.cuh; without it SiLU
+//             FATRELU: the threshold of FATReLU, as the bits of a float; undefined: SiLU
 //   launch    grid ceil(T * F / 8 / 256), block 256, no shared memory
 //   numerics  float32 with the fast exponential and division (a few units in the last place), rounded once
 //   oracle    reference/ops.py gated(gate, up), rounded

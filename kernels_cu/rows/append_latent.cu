@@ -1,18 +1,18 @@
-// append_latent: the latents of rows normalised; those of keys and values, with the rotated part of the key, go to their pages.
+// Normalises the latents of rows, and stores those of keys and values with the rotated part of the key in the slot's pages.
 //
 //   formula   q_latent[t, :] = rms_norm(latents[t, :A]) q_norm, A = Q_RANK, C = KV_RANK, R = ROPE_DIM;
-//             page[0 : C] = rms_norm(latents[t, A : A + C]) kv_norm, page[C :] = rope(latents[t, A + C :]) of the row's position
-//             in split halves, page being the row at location t of the pages of the row's slot
+//             page[0 : C] = rms_norm(latents[t, A : A + C]) kv_norm, page[C :] = rope(latents[t, A + C :]) by the row's position,
+//             in split halves; page stands for the row at locations[t] in the pages of the row's slot
 //   operands  q_latent (T, A), latents (T, A + C + R), pages (P, 1, 64, C + R) scalar_t; q_norm (A), kv_norm (C) scalar_t; rope
 //             (2, max_context, R / 2) scalar_t: cos, sin; positions, locations (null: positions), slots (T) int32, slot -1:
 //             nothing goes to a page; block_tables (B, pages_per_sequence) int32
-//   constants Q_RANK: elements of the queries' latent. KV_RANK: of the keys' and values'. ROPE_DIM: elements that are rotated.
+//   constants Q_RANK: elements of the queries' latent. KV_RANK: those of the keys' and values' latent. ROPE_DIM: rotated elements.
 //             All multiples of 16
 //   launch    grid (T, 2), block 256, 32 bytes of static shared memory
 //   numerics  float32; each thread's squares in order, then lanes, then warps; rounded once
 //   oracle    NumpyOps.append_latent
 //   source    arXiv 2405.04434; RMSNorm arXiv 1910.07467, RoPE arXiv 2104.09864
-//   layout    a block for each latent of a row, held in registers between its only read and its only write
+//   layout    one block for each latent of a row, which it holds in registers between its only read and its only write
 #if !defined(Q_RANK) || !defined(KV_RANK) || !defined(ROPE_DIM)
 #error "a constant is not defined"
 #endif

@@ -1,4 +1,4 @@
-// Columns of rows copied among wider rows, and rows cleared.
+// Copies rows into some columns of wider rows, and clears rows.
 //
 //   formula   out[t, first + c] = x[t, c]; clear: out[i] = 0
 //   operands  out (T, out_columns), x (T, columns) scalar_t row-major; first, out_columns and columns are multiples of 8;

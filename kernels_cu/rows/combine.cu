@@ -1,7 +1,7 @@
-// The outputs of each row's experts, added to the residual stream.
+// Adds the outputs of each row's experts, weighted by their shares, to the residual stream.
 //
 //   formula   x[t, c] = round(x[t, c] + scale * sum_i shares[t, i] * y[t * top + i, c]), in ascending i
-//   operands  x (T, HIDDEN), y (T * top, HIDDEN) scalar_t; shares (T, top) float; chosen (T, top) int32: rows of -1 stay
+//   operands  x (T, HIDDEN), y (T * top, HIDDEN) scalar_t; shares (T, top) float; chosen (T, top) int32, -1: the row stays as it is
 //   constants HIDDEN: elements of a row, a multiple of 8
 //   launch    grid ceil(T * HIDDEN / 8 / 256), block 256, no shared memory
 //   numerics  float32, rounded once

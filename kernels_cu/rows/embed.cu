@@ -1,4 +1,4 @@
-// Rows of the embedding table, scaled.
+// Copies the tokens' rows of the embedding table, scaled.
 //
 //   formula   x[t, :] = round(table[token_ids[t], :] * scale); rows with slot -1 become 0
 //   operands  x (T, HIDDEN) scalar_t; token_ids, slots (T) int32; table (V, HIDDEN) scalar_t; row-major
@@ -7,7 +7,7 @@
 //   numerics  float32 product, rounded once
 //   oracle    NumpyOps.embed
 //   source    original
-//   layout    a block a row, 16 bytes a thread: rows of the table lie anywhere, each is read whole
+//   layout    one block for each row, 16 bytes for each thread: rows of the table lie anywhere, each is read whole
 #if !defined(HIDDEN)
 #error "a constant is not defined"
 #endif
@@ -26,13 +26,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(embed)(scalar_t* __restrict__ x, const int32_t* token_ids, const int32_t* slots,
                   const scalar_t* __restrict__ table, float scale) {
   pdl_wait();
-  pdl_launch_dependents();  // now: qkv_attention reads early what came before this kernel
+  pdl_launch_dependents();  // after the wait: qkv_attention reads early what the kernels before this one wrote
   const int64_t row = blockIdx.x;
-  const int slot = load_now(slots + row), token = load_now(token_ids + row);  // neither waits for the other
+  const int slot = load_now(slots + row), token = load_now(token_ids + row);  // both loads are in flight together
   const bool used = slot >= 0;
   const scalar_t* source = table + static_cast<int64_t>(used ? token : 0) * HIDDEN;
   constexpr int kPieces = (HIDDEN / 8 + kThreads - 1) / kThreads;
-  uint4 pieces[kPieces];  // all asked for before one is stored: each comes from memory
+  uint4 pieces[kPieces];  // all loads start before the first store, since each takes the latency of memory
 #pragma unroll
   for (int i = 0; i < kPieces; i++) {
     const int column = (threadIdx.x + i * kThreads) * 8;

@@ -1,4 +1,4 @@
-// Rows normalised, then multiplied by the sigmoid of others, in place.
+// Normalises rows and multiplies them by the sigmoid of other rows, in place.
 //
 //   formula   out[t, c] = round(out[t, c] / sqrt(mean(out[t, :]^2) + eps) * norm[c] / (1 + exp(-gate[t, c])))
 //   operands  out (T, HIDDEN) scalar_t, read and written; norm (HIDDEN) scalar_t or null: not normalised; gate (T, HIDDEN)
@@ -8,7 +8,7 @@
 //   numerics  float32: each thread's squares in order, then lanes, then warps; rounded once
 //   oracle    NumpyOps.gate_rows
 //   source    original
-//   layout    a block a row, held in registers between its only read and its only write, 16 bytes a thread and turn
+//   layout    one block for each row, which it holds in registers between its only read and its only write; 16 bytes a thread and turn
 #if !defined(HIDDEN)
 #error "a constant is not defined"
 #endif
@@ -16,6 +16,7 @@
 
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
+// Returns a pair of elements normalised and gated, each only if it applies.
 DEVICE uint32_t gated(uint32_t pair, uint32_t weight, uint32_t gate, float scale, bool has_norm, bool has_gate) {
   float2 v = unpack2(pair);
   if (has_norm) {

@@ -1,4 +1,5 @@
-// Two rows side by side, each with its RMSNorm where it has one: what a draft reads of a token and of the target's state.
+// Joins two rows side by side, each normalised if it has a norm weight: a token's row and the target's hidden state, as a draft reads
+// them.
 //
 //   formula   joined[t, :A] = norm(a[t]), joined[t, A:] = norm(b[t]), norm(x)[c] = round(x[c] / sqrt(mean(x^2) + eps) * weight[c]);
 //             without a weight a half is copied
@@ -9,7 +10,7 @@
 //   numerics  as in norm.cu: the halves have the bits that rms_norm gives them
 //   oracle    NumpyOps.join
 //   source    arXiv 1910.07467; EAGLE (arXiv 2401.15077)
-//   layout    a block a half
+//   layout    one block for each half of a row
 #if !defined(A_COLUMNS) || !defined(B_COLUMNS)
 #error "a constant is not defined"
 #endif

@@ -7,7 +7,7 @@
 //   numerics  float32: each thread's squares in order, then lanes, then warps; rounded once
 //   oracle    NumpyOps.rms_norm
 //   source    arXiv 1910.07467
-//   layout    a block a row, held in registers between its only read and its only write, 16 bytes a thread and turn
+//   layout    one block for each row, which it holds in registers between its only read and its only write; 16 bytes a thread and turn
 #if !defined(HIDDEN)
 #error "a constant is not defined"
 #endif

@@ -1,11 +1,12 @@
-// A row normalised by a block of 256 threads, held in registers between its only read and its only write.
+// RMSNorm of a row by a block of 256 threads, which holds the row in registers between its only read and its only write.
 #pragma once
 #include "copy.cuh"
 #include "norm_values.cuh"
 
 constexpr int kThreads = 256;
 
-// Over the block, in an order fixed by its size; every thread gets the sum.
+// Returns the sum of the block's values to every thread, added in an order that only the block's size decides. `shared` has a float for
+// each warp.
 DEVICE float block_sum(float value, float* shared) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
@@ -18,8 +19,8 @@ DEVICE float block_sum(float value, float* shared) {
   return total;
 }
 
-// out[c] = round(x[c] / sqrt(mean(x^2) + eps) * weight[c]) for COLUMNS columns, a multiple of 8; x was written by an earlier
-// kernel of the step, which the caller has waited for.
+// Computes out[c] = round(x[c] / sqrt(mean(x^2) + eps) * weight[c]) for COLUMNS columns, a multiple of 8. All threads. x was written by
+// an earlier kernel of the step, which the caller has waited for.
 template <int COLUMNS>
 DEVICE void normalise_row(scalar_t* out, const scalar_t* x, const scalar_t* weight, float eps) {
   constexpr int kTurns = (COLUMNS / 8 + kThreads - 1) / kThreads;

@@ -1,4 +1,4 @@
-// The residual stream takes in the output of a projection.
+// Adds the output of a projection to the residual stream.
 //
 //   formula   x[t, c] = round(x[t, c] + scale * (y[t, c] + bias[c]))
 //   operands  x, y (T, HIDDEN) scalar_t; bias (HIDDEN) scalar_t or null; row-major

@@ -1,16 +1,16 @@
-// The router of a mixture of experts: which experts each row takes, and their shares.
+// The router of a mixture of experts: chooses the experts of each row and computes their shares.
 //
-//   formula   n = round(x / sqrt(mean(x^2) + eps) * norm);  scores[e] = n . router[e];  the TOP highest, of equal ones the lower
-//             index; shares = softmax over their scores
+//   formula   n = round(x / sqrt(mean(x^2) + eps) * norm);  scores[e] = n . router[e];  chosen = the TOP experts with the highest
+//             scores, of equal ones the lower index; shares = softmax over their scores
 //   operands  chosen (T, TOP) int32, ascending, -1 in rows of slot -1; shares (T, TOP) float; normed (T, HIDDEN) scalar_t, n;
 //             x (T, HIDDEN), norm (HIDDEN), router (EXPERTS, HIDDEN) scalar_t, row-major; slots (T) int32
 //   constants HIDDEN: elements of a row, a multiple of 8. EXPERTS: 1 to 32. TOP: experts of a row, 1 to EXPERTS. ROUTE_WARPS: warps of
-//             a block, as wherever rows of this size are scored
+//             a block, the same in every kernel that scores rows of this size
 //   launch    grid T, block 32 * ROUTE_WARPS, static shared memory
-//   numerics  float32, summed as route_row.cuh says; n is rounded once. A score that is no number counts as lowest
+//   numerics  float32, summed as route_row.cuh says; n is rounded once. A NaN score counts as -infinity
 //   oracle    NumpyOps.route
 //   source    Mixture of experts with a softmax over the chosen scores, arXiv 2401.04088; RMSNorm arXiv 1910.07467
-//   layout    a block a row. Its threads ask for their columns of norm and router, which come from memory, before they wait for x
+//   layout    one block for each row. Its threads start to load norm and router, which come from memory, before they wait for x
 #if !defined(HIDDEN) || !defined(EXPERTS) || !defined(TOP) || !defined(ROUTE_WARPS)
 #error "a constant is not defined"
 #endif

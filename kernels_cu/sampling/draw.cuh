@@ -1,27 +1,27 @@
-// The draw among the tokens that the filters keep: the arg max of z + noise, the logarithms of which are computed for few tokens.
+// The draw among the tokens that the filters keep: the arg max of z + noise, whose exact logarithms are computed for few tokens only.
 //
-// An estimate of z + noise says which token of a warp may be its largest: others are further below the largest estimate than two
-// estimates can be wrong. What is compared in the end are the values that the oracle defines, so the token is the one that computing
-// all of them would find.
+// Cheap estimates of z + noise show which token of a warp can be its largest: all others are further below the largest estimate than
+// the errors of two estimates. Only for such tokens are the values computed that the oracle defines, and these are compared. So the
+// result is the token that computing all values would give.
 #pragma once
 #include "philox.cuh"
 #include "sampling_row.cuh"
 
-// Where what the filters keep begins, on the scale of estimates of z: tokens from `least` on are kept from `sure` on, and between the
-// two their z says whether they are.
+// The filters' threshold on the scale of estimates of z: a token is dropped if its estimate is below `least` and kept if it is `sure` or
+// more; between the two, its exact z decides.
 struct Estimates {
   float least, sure;
-  float margin;  // by which the largest z + noise of a warp may seem less than another's
+  float margin;  // a token whose estimate is further below a warp's largest estimate cannot have the largest z + noise
 
   template <typename Counts>
   DEVICE Estimates(const Row<Counts>& row, Cut cut, float least_z) {
     const float edge = fmaxf(row.least_kept(cut), least_z), room = row.doubt(edge);
     least = edge - room, sure = edge + room;
-    margin = 1e-4f + 1e-6f * fabsf(row.maximum);   // z of what can be the largest is within 26 of the maximum
+    margin = 1e-4f + 1e-6f * fabsf(row.maximum);   // only a z within 26 of the maximum can win
   }
 };
 
-// The best of a thread's tokens by their estimates, and the estimate of its second best.
+// A thread's best token so far by its estimate of z + noise, with its random word, and the estimate of the second best token.
 struct Seeming {
   float best, second;
   int token;
@@ -35,7 +35,7 @@ struct Seeming {
   }
 };
 
-// Which of a group's tokens are not kept, as bits.
+// Returns which of a group's four tokens the filters drop, bit i for token i, by their exact z.
 template <typename Counts>
 DEVICE uint32_t dropped_of(const Row<Counts>& row, Cut cut, float least_z, int group) {
   uint32_t dropped = 0;
@@ -47,7 +47,7 @@ DEVICE uint32_t dropped_of(const Row<Counts>& row, Cut cut, float least_z, int g
   return dropped;
 }
 
-// The best of the thread's tokens by z + noise: where two seem alike.
+// Returns the thread's best candidate by its exact z + noise, computed for all its tokens: for when two estimates are too close.
 template <typename Counts>
 DEVICE uint64_t best_of_all(const Row<Counts>& row, Cut cut, float least_z) {
   uint64_t best = 0;
@@ -65,7 +65,7 @@ DEVICE uint64_t best_of_all(const Row<Counts>& row, Cut cut, float least_z) {
   return best;
 }
 
-// The token of the arg max of z + noise among what the filters keep.
+// Returns the token with the largest z + noise among those that the filters keep, to all threads of the row.
 template <typename Counts>
 DEVICE int draw(Row<Counts>& row, Cut cut, float log_min_p) {
   const float minus_infinity = __uint_as_float(0xFF800000u), least_z = __fadd_rn(row.maximum, log_min_p);

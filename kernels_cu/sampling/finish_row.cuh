@@ -1,9 +1,9 @@
-// The end of a row that gives its slot a token, for the kernels of sampling.cu and masked_sampling.cu; see the first of
-// them.
+// The end of a row whose token goes to its slot: the slot's new state and the row's result, for sampling.cu and
+// masked_sampling.cu. The former's header explains them.
 #pragma once
 #include "sampling_chain.cuh"
 
-// What finish_row needs of the state, read before the token is known. Lane i has stop id i.
+// The fields of the slot's state that finish_row needs, read before the token is known. Lane i holds stop id i.
 struct Ending {
   int num_stop_ids, stop_id, num_generated, max_new_tokens;
 
@@ -12,13 +12,13 @@ struct Ending {
         num_generated(state->num_generated), max_new_tokens(state->max_new_tokens) {}
 };
 
-// Warp 0 of a row's first block: what the token changes, and the row's result.
+// Updates the slot's state and token counts for the row's token, and publishes the row's result. Warp 0 of the row's first block.
 DEVICE void finish_row(ResultRecord* results, SlotState* state, const Ending& ending, uint32_t* token_counts,
                        uint64_t sequence, int row, int token, bool has_logprobs) {
   const int lane = threadIdx.x;
   const bool stops = __any_sync(0xFFFFFFFFu, lane < ending.num_stop_ids && ending.stop_id == token);
   if (lane != 0) return;
-  if (token < 0) {  // why there is none
+  if (token < 0) {  // no token, but the reason (kNonFinite ..)
     state->finished = true;
     publish(results, sequence, row, token, false);
     return;
@@ -28,11 +28,12 @@ DEVICE void finish_row(ResultRecord* results, SlotState* state, const Ending& en
   state->last_token = token;
   state->finished = stops || num_generated == ending.max_new_tokens;
   publish(results, sequence, row, token, has_logprobs);
-  // Nobody waits for the word, which may come from far.
+  // Atomic adds without a result: the thread does not wait for the word, which may have to come from memory.
   atomicAdd(&token_counts[token], 1u);
   atomicOr(&token_counts[token], kSeen);
 }
 
+// The counts of the row's slot, as sample_row asks for them; no mask.
 struct SlotCounts {
   static constexpr bool kIsMasked = false;
   const uint32_t* words;
@@ -40,8 +41,9 @@ struct SlotCounts {
   DEVICE uint32_t of(int token) const { return words[token]; }
 };
 
-// What becomes of the token of row `blockIdx.y`, which sample_row chose: its log-probabilities and the row's end. The last exchange
-// of sample_row ended with a barrier: every block has read the state, none is read from any more.
+// Reports the token that sample_row chose for row `blockIdx.y`: writes its log-probabilities, then ends the row. The last exchange in
+// sample_row was a barrier of the row's blocks: all of them have read the state, so it may change now, and no block's shared memory is
+// read by another any more.
 template <class Counts>
 DEVICE void report_row(ResultRecord* results, Row<Counts>& row, SlotState* state, const Ending& ending, uint32_t* counts,
                        uint64_t sequence, int token, int num_logprobs) {

@@ -1,16 +1,16 @@
-// The sampling chain where rows may have a mask, which the host may write while the layers still run.
+// The sampling chain for rows that may have masks, which the host may write while the layers still run.
 //
 //   formula   as sampling.cu, with z = -infinity for a token whose bit in the row's mask is 0; log-probabilities are those of
 //             the raw logits
-//   operands  those of sampling.cu; ready and bits as row_mask.cuh has them, in mapped host memory. Until a row's word is
-//             there it waits, at most kPatience; then it has no token, reports kNoMask and ends its sequence. So does a row
-//             whose logits are numbers but -infinity wherever the mask allows a token, which reports kNothingAllowed
+//   operands  those of sampling.cu; ready and bits as row_mask.cuh has them, in mapped host memory. A row waits for its ready
+//             word, at most kPatience; after that it has no token, reports kNoMask and ends its sequence. So does a row without
+//             NaN or +infinity whose logits are -infinity for all tokens that its mask allows; it reports kNothingAllowed
 //   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    sample_masked as sample of sampling.cu, with 25 KB of static shared memory and the bits of a block's tokens
 //   numerics  as sampling.cu
 //   oracle    reference/sampling.py masked, sample
 //   source    original
-//   layout    one thread of a row waits, and tells the row's other blocks what it has seen
+//   layout    one thread of a row polls the ready word and tells all blocks of the row what it has read
 #if !defined(VOCAB) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif

@@ -1,18 +1,18 @@
-// The sampling chain at the nodes of a draft tree under masks, which the host finds when it has been told the tree.
+// The sampling chain at the nodes of a draft tree under masks. The host computes the masks once this has reported the tree to it.
 //
 //   formula   report_tree: nodes[node] = n << 40 | (parent & 255) << 32 | token, n the number of the command.
 //             sample_masked_tree: as tree_sampling.cu, with z = -infinity for a token whose bit in the node's mask is 0;
-//             log-probabilities are those of the raw logits. A node that is cut gets the token -1, which none can equal,
-//             and sampled = kCutNode
-//   operands  nodes (16, 64) uint64 in mapped host memory, an entry for each of the ring; context StepContext; ready and bits
-//             as row_mask.cuh has them, a row for each node; else as tree_sampling.cu. Until a node's word is there it
-//             waits, at most kPatience; then it has no token (sampled = kNoMask)
+//             log-probabilities are those of the raw logits. A node that the host cuts gets the token -1, which equals no
+//             sampled token, and sampled = kCutNode
+//   operands  nodes (16, 64) uint64 in mapped host memory, an entry for each entry of the command ring; context StepContext;
+//             ready and bits as row_mask.cuh has them, a row for each node; else as tree_sampling.cu. A node waits for its
+//             ready word, at most kPatience; after that it has no token (sampled = kNoMask)
 //   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    report_tree: grid 1, block 64; sample_masked_tree as sample_tree, with the bits of a block's tokens
 //   numerics  as in sampling.cu, bit for bit
 //   oracle    reference/sampling.py masked, sample, token_logprobs; executor.py TreeMasks
 //   source    original
-//   layout    as in tree_sampling.cu. Words of the host's memory are whole: each says by itself whether it is this command's
+//   layout    as in tree_sampling.cu. Words in host memory are written whole, each with the number of the command it belongs to
 #if !defined(VOCAB) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   row_barrier();
   if (readiness == kCut || readiness == kLate) {
     if (row.block == 0 && threadIdx.x == 0) {
-      if (readiness == kCut) tree->tokens[node] = -1;  // only nodes behind this one, which are cut too, look at it
+      if (readiness == kCut) tree->tokens[node] = -1;  // read only by the nodes below this one, which are cut too
       tree->sampled[node] = static_cast<int>(readiness == kCut ? kCutNode : kNoMask);
     }
     return;

@@ -1,4 +1,4 @@
-// What a node of a draft tree has seen of each token: the counts of its sequence, and the tokens of its path as generated.
+// Token counts as a node of a draft tree sees them: those of its slot, with the tokens of its path counted as generated.
 #pragma once
 
 #include "sampling_chain.cuh"

@@ -5,7 +5,7 @@
 #pragma once
 #include "fast_math.cuh"
 
-// Four random words of the counter (group, position, 0, 0).
+// Returns the four random words of the counter (group, position, 0, 0).
 DEVICE uint4 philox(uint32_t group, uint32_t position, uint64_t seed) {
   uint4 c = make_uint4(group, position, 0u, 0u);
   uint32_t key_low = static_cast<uint32_t>(seed), key_high = static_cast<uint32_t>(seed >> 32);
@@ -20,15 +20,16 @@ DEVICE uint4 philox(uint32_t group, uint32_t position, uint64_t seed) {
   return c;
 }
 
-// (word + 1/2) / 2^32, rounded, never 0 or 1. Small values, which make the largest noise, keep all 32 bits.
+// Returns (word + 1/2) / 2^32, rounded, never 0 or 1. Small values, which make the largest noise, keep all 32 bits.
 DEVICE float uniform(uint32_t word) {
   return fminf((static_cast<float>(word) + 0.5f) * 0x1p-32f, 1.0f - 0x1p-24f);
 }
 
+// Returns the Gumbel noise of a random word, as the oracle defines it.
 DEVICE float gumbel(uint32_t word) { return -logf(-log1pf(-uniform(word))); }
 
-// gumbel(word) to within 2e-5, in a third of its instructions. lg2.approx is wrong by 2^-22 of itself, near 1 by 2^-22: too much for
-// 1 - u where u is small.
+// Returns gumbel(word) to within 2e-5, in a third of its instructions. The error of lg2.approx is 2^-22 relative, near an argument of 1
+// it is 2^-22 absolute: too much for 1 - u if u is small, so that a series takes its place.
 DEVICE float gumbel_estimate(uint32_t word) {
   constexpr float kLog2 = 0.69314718f;
   const float u = uniform(word);

@@ -1,20 +1,23 @@
-// What a row may sample, as the host says in mapped memory, perhaps while the layers still run.
+// The mask of a row, which tells what tokens it may sample. The host writes it to mapped memory, perhaps while the layers still run.
 //
-// ready (16, mask_rows) uint64 and bits (16, mask_rows, mask_words) uint32 have an entry for each of the ring: ready = 4 n + r
-// is the `Readiness` r of a row of command n; if it is kMasked, bit t % 32 of word t / 32 is there for token t.
+// ready (16, mask_rows) uint64 and bits (16, mask_rows, mask_words) uint32 have an entry for each entry of the command ring. A ready
+// word 4 n + r says that the row of command n has `Readiness` r. If r is kMasked, the row's bits are there: bit t % 32 of word
+// t / 32 is 1 if token t is allowed.
 #pragma once
 #include "commands.cuh"
 #include "sampling_chain.cuh"
 
-constexpr uint64_t kPatience = 10000000000ull;  // nanoseconds
-constexpr int kMaskWords = (kBlockGroups * 4 + 31) / 32 + 1;  // that hold the bits of a block's tokens
+constexpr uint64_t kPatience = 10000000000ull;  // nanoseconds that a row waits for its mask
+constexpr int kMaskWords = (kBlockGroups * 4 + 31) / 32 + 1;  // words that hold the bits of a block's tokens
 
-// kCut: a drafted node that is not to be accepted. kLate: the host has said nothing in time.
+// The state of a row's mask. kCut: the row is a drafted node that must not be accepted. kAny: no mask. kLate: the host has written
+// nothing in time; it is never written by the host.
 enum Readiness : uint32_t { kCut = 0, kAny = 1, kMasked = 2, kLate = 3 };
 
+// The mask of a row for the tokens of one block.
 struct BlockMask {
   const uint32_t* bits;
-  int first_token;  // of `bits`
+  int first_token;  // the token of bit 0 of bits[0]
   bool is_masked;
 
   DEVICE bool allows(int token) const {
@@ -29,13 +32,13 @@ DEVICE uint64_t nanoseconds() {
   return now;
 }
 
-// Waits until the host has said what the row of this command may have, and returns that.
+// Waits until the host has written the row's ready word for this command, and returns its Readiness; kLate after kPatience.
 DEVICE uint32_t await(const uint64_t* ready, uint64_t command) {
   const uint64_t begun = nanoseconds();
   while (true) {
     const uint64_t word = *reinterpret_cast<const volatile uint64_t*>(ready);
     if (word >> 2 == command) {
-      __threadfence_system();  // the bits are read after it
+      __threadfence_system();  // the bits must be read after the ready word
       return word & 3;
     }
     if (nanoseconds() - begun > kPatience) return kLate;
@@ -43,7 +46,8 @@ DEVICE uint32_t await(const uint64_t* ready, uint64_t command) {
   }
 }
 
-// A block copies the bits of its tokens into shared memory, since the chain looks at them in every pass.
+// Copies the bits of a block's tokens to `allowed` in shared memory, since every pass of the chain reads them, and returns the
+// block's mask. All threads.
 DEVICE BlockMask copy_mask(uint32_t* allowed, const uint32_t* bits, int block, uint32_t readiness, int mask_words) {
   const int first_word = block * kBlockGroups * 4 / 32;
   if (readiness == kMasked) {

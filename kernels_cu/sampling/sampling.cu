@@ -1,7 +1,7 @@
-// The sampling chain: from rows of raw logits to a token each, the slot's new state and the row's result.
+// The sampling chain: samples a token from each row of raw logits, updates the slot's state, and writes the row's result.
 //
-//   formula   z = biased and penalised logits / temperature; token = arg max over the tokens that survive top-k, then top-p among
-//             those, then min-p, of z + gumbel(seed, position, token); temperature 0: arg max of the penalised logits.
+//   formula   z = biased and penalised logits / temperature; token = arg max of z + gumbel(seed, position, token) over the tokens
+//             that survive top-k, then top-p among those, then min-p; temperature 0: arg max of the penalised logits.
 //             The lowest id wins a tie. logprob = logit - max - log sum exp(logit - max), of the raw logits. A row with
 //             NaN or +infinity, or nothing but -infinity, has no token: it reports kNonFinite and ends its sequence
 //   operands  results (16) ResultRecord in mapped host memory; states (B) SlotState; token_counts (B, VOCAB) uint32;
@@ -10,15 +10,15 @@
 //   launch    grid (blocks of a row, rows), block 512; 8 blocks of a row, a cluster, on sm_90 and later unless PORTABLE,
 //             else 1; 25 KB of static shared memory
 //   numerics  float32 in the oracle's order, no contraction; probabilities are rounded to multiples of 2^-40 of the
-//             largest and summed as integers. So neither blocks nor the other rows matter, but a token whose cumulated
-//             probability lies within rounding of top_p can fall on the other side than with the oracle's float32 sums
+//             largest and summed as integers. So a token depends neither on the number of blocks nor on the other rows, but
+//             one whose cumulated probability lies within rounding of top_p can fall on the other side than in the oracle
 //   oracle    reference/sampling.py sample, token_logprobs; reference/executor.py ReferenceExecutor._sample
 //   source    original; radix selection over histograms
-//   layout    the blocks of a row each own a run of its tokens and read it again for every pass (it stays in L2: one
-//             row of 73,448 logits is 37 KB a block). A threshold is found digit by digit: first equal steps of z below
-//             the maximum, which spread the tokens evenly where bits of the float would not, then bits of the float
-//             inside one step. A digit that holds a single token ends the search, mostly the first or second. Most
-//             tokens are too small for a digit, or for the draw: an estimate of their z, without a division, says so
+//   layout    each block of a row owns a run of its tokens and reads it again in every pass (it stays in L2: one row of 73,448
+//             logits is 37 KB a block). A threshold is found digit by digit, as in a radix sort. The first digit is a number of
+//             equal steps of z below the maximum, which spread the tokens evenly, as bits of the float would not; the later
+//             digits are bits of the float inside one step. A digit value that only one token has ends the search, mostly the
+//             first or second. An estimate of z, without a division, rules most tokens out, in each digit and in the draw
 #if !defined(VOCAB) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif

@@ -1,4 +1,4 @@
-// The sampling chain over one row of logits, for the kernels of sampling.cu and tree_sampling.cu; see the first of them.
+// The sampling chain over one row of logits, for all sampling kernels; the header of sampling.cu explains it.
 #pragma once
 #include "draw.cuh"
 
@@ -9,22 +9,24 @@ DEVICE void clear_histogram(Shared* shared) {
   __syncthreads();
 }
 
+// Adds a probability mass to a bin of the block's histogram, which keeps each 64-bit mass in two words.
 DEVICE void add_mass(Shared* shared, int bin, uint64_t mass) {
   const uint32_t low = static_cast<uint32_t>(mass);
   const uint32_t carry = atomicAdd(&shared->mass_low[bin], low) + low < low;
   const uint32_t high = static_cast<uint32_t>(mass >> 32) + carry;
   if (high) atomicAdd(&shared->mass_high[bin], high);
 }
+// Counts a token in its bin and, if MASS, adds its probability; `below_maximum` is z - maximum.
 template <bool MASS>
 DEVICE void add_token(Shared* shared, int bin, float below_maximum) {
   atomicAdd(&shared->counts[bin], 1u);
   if (MASS) add_mass(shared, bin, mass_of(below_maximum));
 }
 
-// Every block sums a share of the bins over all blocks and hands the sums to all.
+// Merges the blocks' histograms: each block sums a share of the bins over all blocks and stores the sums in every block. All threads.
 DEVICE void merge_histograms(Shared* shared, int block) {
   row_barrier();
-  if (threadIdx.x == 0) shared->found_digit = -1;  // everyone has read the last one
+  if (threadIdx.x == 0) shared->found_digit = -1;  // all threads have read the one before
   for (int i = threadIdx.x; i < kBins / kBlocks; i += kThreads) {
     const int bin = block * (kBins / kBlocks) + i;
     uint32_t count = 0;
@@ -44,13 +46,15 @@ DEVICE void merge_histograms(Shared* shared, int block) {
   row_barrier();
 }
 
+// A bin of the merged histogram, which is a value of the digit.
 struct Digit {
-  int index;        // -1: the goal is beyond every bin
-  uint64_t before;  // sum of the bins before it
-  uint32_t count;   // tokens in it
+  int index;        // -1: the sum of all bins is below the goal
+  uint64_t before;  // sum of the bins before this one
+  uint32_t count;   // tokens in this bin
 };
 
-// The bin in which the running sum over the row's bins reaches `goal`. `share` > 0: the goal is that share of the sum.
+// Returns the bin at which the running sum over the row's bins (probabilities if MASS, else counts) reaches `goal`. If `share` > 0 the
+// goal is first set to that share of the whole sum. All threads of the block.
 template <bool MASS>
 DEVICE Digit find_digit(Shared* shared, uint64_t& goal, float share) {
   const int first = 2 * threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -85,13 +89,13 @@ DEVICE Digit find_digit(Shared* shared, uint64_t& goal, float share) {
   return {shared->found_digit, shared->found_before, shared->found_count};
 }
 
-// The cut at the goal-th largest z (MASS false), or where the sum of probabilities, largest first and only of what
-// `outer` keeps, reaches `share` of its total. Tokens with the same z stay or go together. At first only the steps near the maximum
-// are told apart, where the cut mostly is: what lies further below has one bin for its probabilities.
+// Returns the cut at the goal-th largest z (MASS false), or at the z where the sum of probabilities, largest first and only of tokens
+// that `outer` keeps, reaches `share` of its total (MASS true). Tokens with the same z stay or go together. The first pass tells only
+// the kNear steps below the maximum apart, since the cut mostly lies there; all probabilities further below go into one bin.
 template <bool MASS, typename Counts>
 DEVICE Cut select(const Row<Counts>& row, uint64_t goal, float share, Cut outer) {
   int step = -1, shift = 0, end_step = kNear;
-  uint32_t low = 0, high = 0;  // keys that the step's tokens may have
+  uint32_t low = 0, high = 0;  // the range of keys, ordered(z), in which the cut lies, within the step
   while (true) {
     clear_histogram(row.shared);
     uint64_t far = 0;
@@ -120,12 +124,12 @@ DEVICE Cut select(const Row<Counts>& row, uint64_t goal, float share, Cut outer)
       continue;
     }
     goal -= digit.before < goal ? digit.before : 0;
-    // All of a digit stays if its last token is the one: no need to look inside.
+    // If the cut falls on the digit's last token, all of the digit is kept and needs no further pass.
     const bool whole = digit.index >= 0 && (digit.count == 1 || (!MASS && digit.count == goal));
     if (step < 0) {
       step = digit.index < 0 ? kTail : digit.index;
       if (whole) return {step, 0};
-      // A step's width on either side covers the rounding of step_of.
+      // The range is wider by a step on either side, which covers the rounding of step_of.
       const float top = row.maximum - step * kStep;
       high = step == kTail ? 0xFFFFFFFFu : ordered(top + kStep);
       low = step == kTail ? 0u : ordered(top - 2.0f * kStep);
@@ -140,6 +144,7 @@ DEVICE Cut select(const Row<Counts>& row, uint64_t goal, float share, Cut outer)
   }
 }
 
+// Returns the cut that top-k, and then top-p among what top-k keeps, make together.
 template <typename Counts>
 DEVICE Cut filter(const Row<Counts>& row, int top_k, float top_p) {
   Cut cut = {kTail, 0};
@@ -152,7 +157,8 @@ DEVICE Cut filter(const Row<Counts>& row, int top_k, float top_p) {
   return cut;
 }
 
-// Log-probabilities of the chosen token and of the `count` best, from the raw logits, one pass over the row for each.
+// Writes the log-probabilities of the chosen token and of the `count` best tokens, from the raw logits. Each of the best takes a pass
+// over the row. All threads of the row.
 template <typename Counts>
 DEVICE void write_logprobs(TokenLogprobs* out, Row<Counts>& row, int chosen, int count) {
   uint64_t best = 0, sum = 0;
@@ -181,7 +187,8 @@ DEVICE void write_logprobs(TokenLogprobs* out, Row<Counts>& row, int chosen, int
   }
 }
 
-// Before row_wait: no block sends to another before that one runs and its barriers exist.
+// Initialises the block's mbarriers and tells the row's other blocks so. After row_wait, which must follow, all blocks run and have
+// their barriers, so that a block may send to another.
 DEVICE void announce_block(Shared& shared) {
   if constexpr (kBlocks > 1) {
     if (threadIdx.x == 0) {
@@ -193,7 +200,7 @@ DEVICE void announce_block(Shared& shared) {
   }
 }
 
-// What is known without the request, so that nothing waits for it.
+// Sets the fields of the row that do not depend on the request and starts to load its first logits, before the request is read.
 template <typename Counts>
 DEVICE HeldLogits begin_row(Row<Counts>& row, const float* logits) {
   row.logits = logits + static_cast<int64_t>(blockIdx.y) * VOCAB;
@@ -203,6 +210,7 @@ DEVICE HeldLogits begin_row(Row<Counts>& row, const float* logits) {
   return held;
 }
 
+// Sets the fields of the row that come from the slot's state: sampling parameters, seed and position.
 template <typename Counts>
 DEVICE void set_request(Row<Counts>& row, const SlotState* state, Shared* shared) {
   row.state = state;
@@ -221,7 +229,8 @@ DEVICE void set_request(Row<Counts>& row, const SlotState* state, Shared* shared
 
 constexpr uint64_t kUnusable = ~0ull;  // larger than any candidate
 
-// The best of the block's tokens that this thread looks at by their raw logits: the group of four first, then the token.
+// Returns the best candidate by raw logits among the thread's tokens, 0 if all are -infinity, or kUnusable if one is NaN or +infinity.
+// It finds the best group of four first, then the token in it. `first` is the thread's first group, `end` the block's end.
 DEVICE uint64_t best_raw(HeldLogits& held, const float* logits, int first, int end) {
   constexpr int kRounds = (HeldLogits::kThreadGroups + HeldLogits::kHeld - 1) / HeldLogits::kHeld;
   const float infinity = __uint_as_float(0x7F800000u);
@@ -235,7 +244,7 @@ DEVICE uint64_t best_raw(HeldLogits& held, const float* logits, int first, int e
     for (int i = 0; i < HeldLogits::kHeld; i++) {
       const float(&v)[4] = held.values[i];
 #pragma unroll
-      for (int j = 0; j < 4; j++) is_usable = is_usable && v[j] < infinity;  // not true of NaN either
+      for (int j = 0; j < 4; j++) is_usable = is_usable && v[j] < infinity;  // false for NaN too
       const float top = fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3]));
       if (top > best) best = top, best_group = first + i * kThreads;
     }
@@ -250,8 +259,8 @@ DEVICE uint64_t best_raw(HeldLogits& held, const float* logits, int first, int e
   return candidate(best, best_group * 4 + token);
 }
 
-// The row's token, kNonFinite or kNothingAllowed. It ends with a barrier of the row: every block has read the state, none is read from
-// any more.
+// Returns the row's token, kNonFinite or kNothingAllowed. Its last exchange is a barrier of the row's blocks: when it returns, all of
+// them have read the state, and no block's shared memory is read by another any more.
 template <typename Counts>
 DEVICE int sample_row(Row<Counts>& row, HeldLogits& held, int top_k, float top_p, float log_min_p) {
   const float infinity = __uint_as_float(0x7F800000u);
@@ -265,7 +274,7 @@ DEVICE int sample_row(Row<Counts>& row, HeldLogits& held, int top_k, float top_p
   }
   best = row.template combine<Larger>(best);
   if (best == kUnusable) return static_cast<int>(kNonFinite);
-  // The larger of two logits has the larger z, too.
+  // Dividing by the temperature keeps the order, so the largest logit has the largest z.
   row.maximum = row.scale(unordered(static_cast<uint32_t>(best >> 32)));
   if (best == 0 || row.maximum == -infinity) {
     bool is_masked = false;

@@ -1,4 +1,4 @@
-// A row of logits as the blocks of a cluster share it: logits asked for at once, values of tokens, sums and maxima over the row.
+// A row of logits that the blocks of a cluster share: loading logits, the values z of tokens, sums and maxima over the row.
 #pragma once
 #include "copy.cuh"
 #include "mbarrier.cuh"
@@ -12,27 +12,28 @@ constexpr int kBins = 2 * kThreads;
 constexpr int kDigitBits = 10;
 static_assert(kBins == 1 << kDigitBits, "a histogram has a bin for each value of a digit");
 
-// The first digit: steps of 1/32 below the maximum; what is further down shares the last.
+// The first digit of a z is the number of steps of 1/32 from the maximum down to it; all further down share the last value, kTail.
 constexpr int kTail = kBins - 1;
-constexpr int kNear = 256;  // steps: what is further below is less than e^-8 times as probable as the maximum
+constexpr int kNear = 256;  // steps: tokens further below are less than e^-8 times as probable as the best
 constexpr float kStepsPerUnit = 32.0f;
 constexpr float kStep = 1.0f / kStepsPerUnit;
 
-constexpr int kGroups = (VOCAB + 3) / 4;  // of 4 tokens, which share one Philox counter
+constexpr int kGroups = (VOCAB + 3) / 4;  // groups of 4 tokens, which share one Philox counter
 constexpr int kBlockGroups = (kGroups + kBlocks - 1) / kBlocks;
 
 struct Shared {
-  uint32_t counts[kBins], mass_low[kBins], mass_high[kBins];  // of this block's tokens
-  uint32_t row_counts[kBins];                                 // of the row
+  uint32_t counts[kBins], mass_low[kBins], mass_high[kBins];  // histogram of this block's tokens
+  uint32_t row_counts[kBins];                                 // histogram of the row
   uint64_t row_masses[kBins];
   uint64_t exchange[2][kBlocks];
-  uint64_t received[2];  // count the bytes that peers send to exchange
+  uint64_t received[2];  // mbarriers that count the bytes which peers send to exchange
   uint64_t warps[2][kWarps];
   uint64_t found_before;
   uint32_t found_count;
   int found_digit;
 };
 
+// The operations that Row::combine takes: the maximum and the sum, of two values and of a warp's.
 struct Larger {
   DEVICE static uint64_t of(uint64_t a, uint64_t b) { return a > b ? a : b; }
   DEVICE static uint64_t of_warp(uint64_t value) {
@@ -49,18 +50,19 @@ struct Sum {
   }
 };
 
-// What a filter keeps: tokens of a lower first digit, and of the same one those with at least this key.
+// The threshold of a filter, which keeps the tokens with a first digit below `step`, and of those with the digit `step` the ones whose
+// key, ordered(z), is at least `key`.
 struct Cut {
   int step;
   uint32_t key;
 };
 
-// Logits of a thread's first groups, all asked for before one is looked at, and before the request is known.
+// The logits of up to kHeld of a thread's groups, loaded together; those of its first groups before the request is known.
 struct HeldLogits {
   static constexpr int kThreadGroups = (kBlockGroups + kThreads - 1) / kThreads, kHeld = kThreadGroups < 8 ? kThreadGroups : 8;
   float values[kHeld][4];
 
-  // From group `first` of the row on, before group `end`. What lies behind that counts as a token that nobody takes.
+  // Loads the groups first, first + kThreads, ... of the row that are below `end`. Places past the end get -infinity.
   DEVICE void read(const float* logits, int first, int end) {
 #pragma unroll
     for (int i = 0; i < kHeld; i++) {
@@ -80,8 +82,8 @@ struct HeldLogits {
   }
 };
 
-// One row as one block of it sees it. `Counts` gives the word of token_counts that holds for a token in this row, and, if
-// the row is masked, whether a token is allowed.
+// One row as one of its blocks sees it. `Counts` returns a token's word of token_counts as it holds for this row and, if the row is
+// masked, whether the token is allowed.
 template <typename Counts>
 struct Row {
   const float* logits;
@@ -90,15 +92,15 @@ struct Row {
   Shared* shared;
   uint64_t seed;
   float temperature, repetition_penalty, presence_penalty, frequency_penalty;
-  float inverse;  // of the temperature, for estimates of z, which are wrong by 2^-22 of it at most
-  float maximum;  // of z
-  int position, block, turn;  // turn: values combined so far
-  bool is_adjusted;  // by penalties or biases
+  float inverse;  // 1 / temperature, for estimates of z, whose relative error is 2^-22 at most
+  float maximum;  // the largest z of the row
+  int position, block, turn;  // turn: number of values combined so far
+  bool is_adjusted;  // penalties or biases change the logits
 
   DEVICE int first_group() const { return block * kBlockGroups + threadIdx.x; }
   DEVICE int end_group() const { return min((block + 1) * kBlockGroups, kGroups); }
 
-  // z of a token: the oracle's operations one by one.
+  // Returns the z of a token, the logit after bias, penalties and temperature, by the oracle's operations one by one.
   DEVICE float adjust(float logit, int token) const { return scale(penalise(logit, token)); }
   DEVICE float scale(float logit) const {
     return temperature == 1.0f || temperature == 0.0f ? logit : __fdiv_rn(logit, temperature);
@@ -119,8 +121,8 @@ struct Row {
     return logit;
   }
 
-  // visit(logit, token) for the block's tokens. The first pass found them in L2 and had several loads in flight; these find
-  // them in L1, and short code serves them better.
+  // Calls visit(logit, token) for the thread's tokens. The first pass over the row had several loads in flight, since logits then
+  // come from L2; later passes find them in L1, where short code is faster.
   template <typename Visit>
   DEVICE void for_each(Visit visit) const {
 #pragma unroll 1
@@ -135,11 +137,11 @@ struct Row {
     }
   }
 
-  // How wrong an estimate of about `z` may be, together with the rounding of a bound of that size.
+  // Returns a bound for the error of an estimate near `z` plus the rounding of a threshold of that size.
   DEVICE float doubt(float z) const {
     return z == __uint_as_float(0xFF800000u) ? 0.0f : 1e-4f + 1e-6f * (fabsf(maximum) + fabsf(z));
   }
-  // Logits of a group, penalised, and estimates of their z; what lies past the row is -infinity.
+  // Loads a group's logits with biases and penalties applied to `values`, and estimates of their z; those past the row are -infinity.
   DEVICE void estimate(float (&values)[4], float (&estimates)[4], int group) const {
     load_logits<VOCAB>(values, logits, group);
 #pragma unroll
@@ -150,7 +152,7 @@ struct Row {
       estimates[i] = exists ? values[i] * inverse : __uint_as_float(0xFF800000u);
     }
   }
-  // visit(z) for the block's tokens that may have a z of `least` or more.
+  // Calls visit(z) for those of the thread's tokens whose z may be `least` or more.
   template <typename Visit>
   DEVICE void for_each_from(float least, Visit visit) const {
     const float bound = least - doubt(least);
@@ -168,11 +170,11 @@ struct Row {
     }
   }
 
-  // The values of all threads of the row in one; everyone gets it. Integers, so no order matters.
+  // Returns the sum or maximum of the values of all threads of the row, to each of them. Values are integers, so order does not matter.
   template <typename Operation>
   DEVICE uint64_t combine(uint64_t value) {
     value = Operation::of_warp(value);
-    const int set = turn & 1;  // two in turns: a warp, or a block, may be here again while another still reads
+    const int set = turn & 1;  // two sets take turns: a warp or block may write its next value while another still reads
     if (threadIdx.x % 32 == 0) shared->warps[set][threadIdx.x / 32] = value;
     __syncthreads();
     value = Operation::of_warp(threadIdx.x % 32 < kWarps ? shared->warps[set][threadIdx.x % 32] : 0);
@@ -188,6 +190,7 @@ struct Row {
     return value;
   }
 
+  // Returns the first digit of a z.
   DEVICE int step_of(float z) const {
     return static_cast<int>(fminf(__fsub_rn(maximum, z) * kStepsPerUnit, static_cast<float>(kTail)));
   }
@@ -196,7 +199,7 @@ struct Row {
     const int step = step_of(z);
     return step < cut.step || (step == cut.step && ordered(z) >= cut.key);
   }
-  // No less z is kept, but for the rounding that `doubt` covers.
+  // Returns a lower bound for the z that the cut keeps, up to the rounding that `doubt` covers.
   DEVICE float least_kept(Cut cut) const {
     const float minus_infinity = __uint_as_float(0xFF800000u);
     const float next_step = cut.step == kTail ? minus_infinity : maximum - (cut.step + 1) * kStep;

@@ -1,17 +1,17 @@
-// The sampling chain at every node of a draft tree: the token that plain decoding would sample behind the node's path.
+// The sampling chain at every node of a draft tree: samples the token that plain decoding would sample after the node's path.
 //
 //   formula   as in sampling.cu at position + 1 + depth of the node; for the penalties the tokens of the path, from the
 //             root's child to the node itself, count as generated. sampled[node] = token, or kNonFinite
-//   operands  trees (n) DraftTree; node_logprobs (64) TokenLogprobs, of each row, written if the request wants some;
+//   operands  trees (n) DraftTree; node_logprobs (64) TokenLogprobs, one for each row, written if the request asks for them;
 //             states (B) SlotState and token_counts (B, VOCAB) uint32, which stay as they are; logits
-//             (n * num_nodes, VOCAB) float32; slots (n * num_nodes) int32, -1: the row is passed over
+//             (n * num_nodes, VOCAB) float32; slots (n * num_nodes) int32, -1: the row is skipped
 //   constants VOCAB: entries of the vocabulary. PORTABLE: 1 leaves clusters out on sm_90 and later too
 //   launch    grid (blocks of a row, n * num_nodes), block 512; 8 blocks of a row, a cluster, on sm_90 and later unless
 //             PORTABLE, else 1; 25 KB of static shared memory
 //   numerics  as in sampling.cu, bit for bit
 //   oracle    reference/sampling.py sample, token_logprobs
 //   source    original
-//   layout    as in sampling.cu. A path is short, and looked through for each token only where a penalty is on
+//   layout    as in sampling.cu. If penalties or biases apply, each token is looked up in the node's path, which is short
 #if !defined(VOCAB) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif

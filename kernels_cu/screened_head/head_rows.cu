@@ -1,4 +1,4 @@
-// The rows of a step as the head reads them: n = round(x / rms * norm) with the bits that linear.cu gives them, and their lengths.
+// Normalises the rows of a step for the head, with the bits that linear.cu gives them, and computes upper bounds of their lengths.
 //
 //   formula   n = round(x rsqrt(mean(x^2) + eps) norm); norms[t] >= |n[t]| + sqrt(K) 2^-30, |n| the Euclidean norm
 //   operands  n (T, K) scalar_t; norms (T) float32; x (T, K) scalar_t; norm (K) scalar_t
@@ -8,7 +8,7 @@
 //             stands for elements that linear_packed.cu takes for zero
 //   oracle    reference/ops.py rms_norm; bit for bit the rows that linear_head makes of x
 //   source    original; RMSNorm arXiv 1910.07467
-//   layout    a thread has what a lane of linear.cu has, a chain of additions, and the block does the rest together
+//   layout    for the sum of squares a thread does the chain of additions of one lane of linear.cu; all threads share the rest
 #if !defined(IN_FEATURES) || !defined(OWNERS)
 #error "a constant is not defined"
 #endif

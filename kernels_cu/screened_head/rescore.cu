@@ -1,28 +1,30 @@
-// The logits of the tokens that a step may choose, exactly; all others, of which the screen proves that they cannot be chosen, -infinity.
+// Computes the exact logits of the tokens that a step may choose; all others, which the screen proves cannot be chosen, get -infinity.
 //
-//   formula   interval of a token: screened -+ (bounds[v] norms[t] / divisor + |screened| 2^-21), which holds its exact logit.
-//             A row's threshold: greedy, the largest lower end; top-k, the k-th largest; min-p, the largest plus log(min_p)
-//             temperature (with top-k and without top-p the higher of the two); else -infinity. Where the upper end of any token
-//             of a block reaches the threshold of a row, all such tokens of the block get logits[t][v] = n[t] W[v]^T / divisor in
-//             this row and in those of its eight, with the bits of linear_head. All else is -infinity: sample() gives the same
-//             token as with all logits. Where an interval is not finite all tokens are rescored, so that an error in the
-//             logits is found as ever
+//   formula   The exact logit of token v in row t lies in the interval screened -+ (bounds[v] norms[t] / divisor + |screened| 2^-21).
+//             A row's threshold is, for a greedy request, the largest lower end of an interval; with top-k the k-th largest;
+//             with min-p and without top-p the largest plus log(min_p) temperature (with top-k too the higher of the two); else
+//             -infinity. A token whose upper end reaches the threshold of a row is a candidate. If a block has a candidate for
+//             one of eight neighbouring rows, all its candidates get logits[t][v] = n[t] W[v]^T / divisor in these rows, with
+//             the bits of linear_head. All other logits become -infinity: sample() gives the same token as with all logits. If an
+//             interval is not finite, all tokens are rescored, so that an error in the logits is found as without a screen
 //   operands  results (16) ResultRecord in mapped host memory, whose last word of the step becomes the number of tokens rescored;
-//             logits (T, V) float32; best (T, BLOCKS * 8) uint32, the largest lower ends; counters (2) uint64: blocks that have
-//             arrived, a multiple of BLOCKS between launches, and 0; context StepContext; screened (T, V)
-//             float32 of linear_packed_head with the copy of screen_head.cu; bounds (V) float32; n (T, K) scalar_t and norms (T)
-//             float32 of head_rows.cu; weight (V, K) scalar_t; states (B) SlotState; slots (T) int32, -1: nobody reads the row;
-//             is_counted 0: the step's command is counted when it ends, as that of a tree is
-//   constants IN_FEATURES: K, a multiple of 64. VOCAB: V. CLUSTER: of the linear_head whose bits are wanted, 1 or 2. BLOCKS: no
-//             more than multiprocessors. ROWS: most rows, 1, 8, 16 or 32
+//             logits (T, V) float32; best (T, BLOCKS * 8) uint32: the largest lower end of each warp's tokens, as an ordered
+//             float; counters (2) uint64: the blocks that have arrived, a multiple of BLOCKS between launches, and a count that
+//             is 0 between launches; context StepContext; screened (T, V) float32: from linear_packed_head with the copy of
+//             screen_head.cu; bounds (V) float32; n (T, K) scalar_t and norms (T) float32 from head_rows.cu; weight (V, K)
+//             scalar_t; states (B) SlotState; slots (T) int32, -1: nobody reads the row; is_counted: 0 if the step's command is
+//             counted only when the step ends, as in a speculative step
+//   constants IN_FEATURES: K, a multiple of 64. VOCAB: V. CLUSTER: cluster size of the linear_head whose bits are wanted, 1 or 2.
+//             BLOCKS: no more than multiprocessors. ROWS: 1, 8, 16 or 32, at least T
 //   launch    grid BLOCKS, block 256, no dynamic shared memory
-//   numerics  float32; the products in tensor cores over 8 * CLUSTER runs of K, which are added in order, as in linear.cu. A temperature
-//             divides: tokens whose quotients may be equal after rounding are kept together, by 2^-20 of the threshold
+//   numerics  float32; the products in tensor cores over 8 * CLUSTER runs of K, which are added in order, as in linear.cu. Sampling
+//             divides by the temperature, and quotients may become equal by rounding: thresholds are lower by 2^-20 of themselves,
+//             so that such tokens are kept together
 //   oracle    reference/sampling.py sample over NumpyOps.lm_head; tests/reference/test_head_screen.py for the bound
 //   source    original; the barrier as in cooperative groups
-//   layout    the tokens lie in groups of 32, dealt out to the warps of all blocks, so that candidates spread. A block rescores its own:
-//             blocks wait for each other once, for the threshold. Each of the largest lower ends is of another token, so the
-//             k-th largest of them is a threshold for top-k, hardly below the best one
+//   layout    groups of 32 tokens are dealt out to the warps of all blocks, so that candidates spread. A block rescores its own
+//             candidates: blocks wait for each other only once, for the thresholds. Each warp stores the largest lower end of its
+//             tokens. These are of different tokens, so the k-th largest of them is a threshold for top-k, hardly below the best
 #if !defined(IN_FEATURES) || !defined(VOCAB) || !defined(CLUSTER) || !defined(BLOCKS) || !defined(ROWS)
 #error "a constant is not defined"
 #endif
@@ -33,10 +35,10 @@
 
 constexpr int K = IN_FEATURES, kWarps = 8, kThreads = kWarps * 32;
 constexpr int kUnits = K / 64, kOwners = kWarps * CLUSTER, kOwnUnits = (kUnits + kOwners - 1) / kOwners;
-constexpr int kGroups = (VOCAB + 31) / 32, kTeams = BLOCKS * kWarps;   // groups of tokens; warps that have some
+constexpr int kGroups = (VOCAB + 31) / 32, kTeams = BLOCKS * kWarps;   // groups of tokens; warps of the grid, which share them
 constexpr int kRounds = (kGroups + kTeams - 1) / kTeams, kLaneTeams = (kTeams + 31) / 32;
 constexpr int kTogether = 8;                                          // units whose loads are under way together
-constexpr bool kKeeps = kRounds * ROWS <= 32;                         // upper ends, from one look at the logits to the next
+constexpr bool kKeeps = kRounds * ROWS <= 32;                         // upper ends stay in registers from the first pass to the second
 constexpr int kUnrolledRounds = kKeeps ? kRounds : ROWS > 8 ? 1 : 4;
 constexpr uint32_t kNotFinite = 0xFFFFFFFFu;                          // above every lower end
 
@@ -45,10 +47,10 @@ static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER must be 1 or 2");
 static_assert(ROWS == 1 || ROWS == 8 || ROWS == 16 || ROWS == 32, "ROWS must be 1, 8, 16 or 32");
 static_assert(kRounds * kThreads <= 1 << 16, "a block's tokens are counted in 16 bits");
 
-// The token of a place among the block's: [round][warp][lane].
+// Returns the token at a place of the block, numbered [round][warp][lane].
 DEVICE int token_at(int place) { return ((place >> 5) * BLOCKS + static_cast<int>(blockIdx.x)) * 32 + (place & 31); }
 
-// All blocks have arrived, and what they wrote before is visible.
+// Waits until all blocks have arrived; what they wrote before is visible then. All threads.
 DEVICE void wait_for_all(uint64_t* arrivals) {
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -63,18 +65,18 @@ DEVICE void wait_for_all(uint64_t* arrivals) {
 }
 
 struct Shared {
-  float partial[kOwners][16][8];        // sums of the runs: row of the tile, token row
+  float partial[kOwners][16][8];        // sums of a run of K: [run][candidate of the tile][row of the eight]
   float threshold[ROWS], reach[ROWS];   // reach: norms / |divisor|, rounded up
   int slot[ROWS];
-  uint32_t wanted;                      // rows for which any of `places` is to be rescored
-  int count;                            // of `places`
-  uint16_t places[kRounds * kThreads];  // tokens to rescore
+  uint32_t wanted;                      // bits of the rows that have a candidate in the block
+  int count;                            // entries of `places`
+  uint16_t places[kRounds * kThreads];  // places (token_at) of the tokens to rescore
 };
 
-// Half the width of the interval around a screened logit; not below 1e30 if anything is not finite.
+// Returns half the width of the interval around a screened logit; not below 1e30 if anything is not finite.
 DEVICE float width(float screened, float bound, float reach) { return fmaf(bound, reach, fabsf(screened) * 0x1p-21f); }
 
-// What the screen says of a token, asked for at once.
+// A token's screened logits in all rows, and its bound, loaded together.
 struct Looks {
   float z[ROWS], bound;
 
@@ -85,7 +87,8 @@ struct Looks {
   }
 };
 
-// Not above the k-th largest of lower ends, and hardly below it; as ordered floats among the lanes of a warp.
+// Returns a value that is not above the k-th largest lower end, and hardly below it. `ends` are ordered floats, spread over the lanes of
+// a warp, all of which call this.
 DEVICE float kth_largest(const uint32_t (&ends)[kLaneTeams], int k) {
   uint32_t found = 0;
 #pragma unroll 1
@@ -99,7 +102,8 @@ DEVICE float kth_largest(const uint32_t (&ends)[kLaneTeams], int k) {
   return found == 0 ? __uint_as_float(0xFF800000u) : unordered(found);
 }
 
-// What a warp makes of the largest lower ends of a row: no token whose upper end is below it can be chosen.
+// Returns a row's threshold, found from the warps' largest lower ends at `best`: no token whose upper end is below it can be chosen. All
+// lanes of a warp.
 DEVICE float threshold_of(const uint32_t* best, const SlotState* state) {
   const float nothing = __uint_as_float(0xFF800000u), temperature = state->temperature;
   uint32_t ends[kLaneTeams], largest = 0;
@@ -130,7 +134,7 @@ DEVICE float threshold_of(const uint32_t* best, const SlotState* state) {
   return threshold;
 }
 
-// The exact logits of up to 16 of the block's tokens, for at most eight rows.
+// Computes the exact logits of up to 16 of the block's candidates, from number `first` on, for at most eight rows. All threads.
 DEVICE void rescore_tile(Shared& shared, float* logits, const scalar_t* n, const scalar_t* weight, int first, int T, float divisor) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
   const scalar_t* from[2];
@@ -269,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncthreads();
-  uint64_t before = 0;   // blocks that have counted, and their tokens: asked for now, looked at in the end
+  uint64_t before = 0;   // high half: blocks that have counted; low half: their tokens. Requested now, looked at in the end
   if (threadIdx.x == 0) before = atomicAdd(counters + 1, 1ull << 32 | shared.count);
 #pragma unroll 1
   for (int row = 0; row < ROWS; row += 8) {

@@ -1,19 +1,20 @@
-// The 8-bit copy of an output head in 16 bits that screens its rows (rescore.cu), and how far from each row it may lie.
+// Makes the 8-bit copy of a 16-bit output head with which rescore.cu screens tokens, and a bound of the error of each row's logits.
 //
 //   formula   scale = round(max |w| / 127) over 128 columns, u = clamp(rint(w / scale), -127, 127) + 128, w' = scale (u - 128);
 //             bounds[v] = (1 + 2^-8) (|w - w'| + (STEPS 2^-18 + 2^-18 + 1.5625 2^-11) |w|) + 2^-40, with Euclidean norms
 //             over row v: then |exact logit - screened logit| <= bounds[v] * (norm of the normalised row, as head_rows gives it)
-//   operands  packed: the layout of packed_layout.cuh, 8 bits, written to the last byte but padding; bounds (V) float32;
+//   operands  packed: 8 bits in the layout of packed_layout.cuh, of which every byte but padding is written; bounds (V) float32;
 //             w (V, K) scalar_t row-major, 16-byte aligned
-//   constants IN_FEATURES: K, a multiple of 128. RUNS: of the layout. SCALE_GROUP: 128. WEIGHT_BITS: 8. ZEROS: 0. STEPS: tensor-core
-//             products of 16 columns that linear.cu chains in a run of K
+//   constants IN_FEATURES: K, a multiple of 128. RUNS: runs of the layout. SCALE_GROUP: 128. WEIGHT_BITS: 8. ZEROS: 0. STEPS:
+//             tensor-core products of 16 columns that linear.cu chains in a run of K
 //   launch    grid ceil(V / 64), block 128, no shared memory
-//   numerics  float32. The first norm is the rounding to 8 bits (Cauchy-Schwarz). The second is the error of linear.cu's sums: a
-//             tensor-core step of 16 products and a sum errs by at most 17 * 2^-23 of what it adds up, |w| |n| at most, and the
-//             sums of its runs by 2^-20. Its last part is that of linear_packed.cu: an element of n enters as an integer, at most
-//             2^-14 of its slice's largest away, so a slice's part of n by 2^-14 sqrt(128) |n| = 1.414 2^-11 |n|, and float32
-//             sums of slices err by less than 2^-16 |w'| |n|. The factor covers the rounding of all this, and that |w'| <= |w| +
-//             |w - w'|; 2^-40 covers what underflows, the second term of head_rows' norms slices of n that are below 2^-87
+//   numerics  float32. The norm |w - w'| covers the rounding to 8 bits (Cauchy-Schwarz). The factor of |w| covers, first, the error
+//             of linear.cu's sums: a tensor-core step of 16 products and a sum errs by at most 17 * 2^-23 of what it adds up, |w| |n|
+//             at most, and the sums of its runs by 2^-20. Its last part, 1.5625 2^-11, covers linear_packed.cu: an element of n
+//             enters as an integer, at most 2^-14 of its slice's largest element away, so a slice of n is off by at most
+//             2^-14 sqrt(128) |n| = 1.414 2^-11 |n|, and float32 sums of slices err by less than 2^-16 |w'| |n|. The factor
+//             1 + 2^-8 covers the rounding of all this, and that |w'| <= |w| + |w - w'|; 2^-40 covers what underflows. Slices of n
+//             below 2^-87 are covered by the second term of head_rows' norms
 //   oracle    tests/reference/test_head_screen.py; the codes and scales are those of weights/quantised.py round_to_nearest
 //   source    original
 //   layout    a warp has a tile of 16 rows, whose units it writes as linear_packed.cu's lanes read them

@@ -1,28 +1,30 @@
-// Bookkeeping of steps: take a command out of the ring, set up the rows of the step, report steps without tokens.
+// Bookkeeping of steps: takes a command out of the ring, sets up the rows of the step, reports steps without tokens.
 //
-//   formula   admit: state[slot] = command's, token_counts[slot] = 0 or kBiased, block_tables[slot][i] = pages[i] for those given;
-//             with a history: capacities[slot] = positions of those pages, carry_counts[slot] = 0;
-//             recall: seen[slot][tokens[i]] = true, history[slot][position++] = tokens[i];
+//   formula   admit: states[slot] = the command's state; token_counts[slot] = kBiased for tokens with a logit bias, else 0;
+//             block_tables[slot][i] = pages[i] for the pages given; with drafts: capacities[slot] = positions of those pages,
+//             if there are any, and carry_counts[slot] = 0;
+//             recall, for each token: it counts as seen in the slot (kSeen), history[slot][position++] = the token;
 //             step_begin, for each row: (token, position, slot) = (last_token, position++, slot) of its slot, or
 //             (0, 0, -1) for padding and finished sequences; history[slot][position] = token;
-//             certain_begin, for each row of a slot, the j-th: as step_begin with position + j and for j > 0 the row's
-//             token t, which counts as generated: num_generated++, token_counts[slot][t]++, seen; position is that behind
-//             the newest row then, the only one whose sampled slot is not -1;
-//             prefill_begin, for each row i < count: (tokens[i], start + i, slot), seen[slot][tokens[i]] = true,
+//             certain_begin, for the j-th row of a slot: as step_begin with position + j, and for j > 0 with the row's own
+//             token t, which counts as generated (num_generated++, token_counts[slot][t]++, seen). Then the slot's position is
+//             the one after its newest row. Only the newest row has a sampled slot that is not -1;
+//             prefill_begin, for each row i < count: (tokens[i], start + i, slot), tokens[i] counts as seen in the slot,
 //             history[slot][start + i] = tokens[i];
 //             first_begin: x[0] = x[count - 1]
-//   operands  token_ids, positions, slots, sampled_slots (T) int32; chunk (4) int32: slot, start, count, is_last; states (B) SlotState;
-//             token_counts (B, VOCAB) uint32; block_tables (B, pages_per_sequence) int32; results (16) ResultRecord and commands (16, command_bytes) in mapped host
-//             memory; context StepContext; x (T, HIDDEN) scalar_t. Where trees are drafted, else null: history (B, max_context)
-//             int32, the token at each position, the newest one added by the step that reads it; capacities and
-//             carry_counts (B) int32, as in draft_tree.cuh
+//   operands  token_ids, positions, slots, sampled_slots (T) int32; chunk (4) int32: slot, start, count, is_last; states (B)
+//             SlotState; token_counts (B, VOCAB) uint32; block_tables (B, pages_per_sequence) int32; results (16) ResultRecord
+//             and commands (16, command_bytes) in mapped host memory; context StepContext; x (T, HIDDEN) scalar_t. With
+//             drafts, else null: history (B, max_context) int32, the token at each position, of which the newest is added by
+//             the step that reads it; capacities and carry_counts (B) int32, as in draft_tree.cuh
 //   constants VOCAB: entries of the vocabulary. HIDDEN: elements of a row, a multiple of 8
 //   launch    admit, recall, prefill_begin: grid 1, block 1024; step_begin, certain_begin: grid 1, block 64; prefill_end: grid 1, block 32;
 //             first_begin: grid ceil(HIDDEN / 8 / 128), block 128; under 1 KB of static shared memory
 //   numerics  integers; x is copied
 //   oracle    reference/executor.py ReferenceExecutor: Admit, Recall, _prefill, _decode
 //   source    original
-//   layout    one block: every launch takes one entry, and a few KB over the bus are bound by latency
+//   layout    one block, except for first_begin: a launch takes at most one entry of the ring, a few KB, whose time is the latency
+//             of the bus
 #if !defined(VOCAB) || !defined(HIDDEN)
 #error "a constant is not defined"
 #endif
@@ -32,6 +34,7 @@
 static_assert(sizeof(SlotState) / 4 <= 1024, "admit copies the state with one word a thread");
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
+// Takes the state and block table of a new sequence into its slot. Forgets the slot's token counts and pending rows.
 extern "C" __global__ void KERNEL(admit)(SlotState* states, uint32_t* __restrict__ token_counts,
                                          int32_t* __restrict__ block_tables, int32_t* __restrict__ capacities,
                                          int32_t* __restrict__ carry_counts, ResultRecord* __restrict__ results,
@@ -61,6 +64,7 @@ extern "C" __global__ void KERNEL(admit)(SlotState* states, uint32_t* __restrict
   if (threadIdx.x == 0) publish(results, context->sequence, 0, kNoToken, false);
 }
 
+// Notes tokens of the prompt whose keys and values the slot's shared pages already hold, and moves the slot's position past them.
 extern "C" __global__ void KERNEL(recall)(SlotState* states, uint32_t* __restrict__ token_counts,
                                           int32_t* __restrict__ history, ResultRecord* __restrict__ results,
                                           StepContext* context, const uint8_t* __restrict__ commands,
@@ -73,7 +77,7 @@ extern "C" __global__ void KERNEL(recall)(SlotState* states, uint32_t* __restric
   uint32_t* counts = token_counts + static_cast<int64_t>(slot) * VOCAB;
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     const int token = load_host(payload(command) + i);
-    counts[token] |= kSeen;  // Not atomic: whoever else writes the word writes the same.
+    counts[token] |= kSeen;  // not atomic: other threads that write the word write the same
     if (history && start + i < max_context) history[static_cast<int64_t>(slot) * max_context + start + i] = token;
   }
   __syncthreads();
@@ -82,7 +86,7 @@ extern "C" __global__ void KERNEL(recall)(SlotState* states, uint32_t* __restric
   publish(results, context->sequence, 0, kNoToken, false);
 }
 
-// num_rows: rows of the launches that follow; the command may have fewer.
+// Sets up the rows of a decode step. num_rows: rows of the launches that follow; the command may have fewer.
 extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                                               int32_t* __restrict__ slots, SlotState* states,
                                               int32_t* __restrict__ history, ResultRecord* __restrict__ results,
@@ -93,7 +97,7 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
   __shared__ alignas(16) int words[kHeaderWords + kMaxRows];
   const int32_t* command = reinterpret_cast<const int32_t*>(next_command(context, commands, command_bytes));
   const int row = threadIdx.x;
-  // Header and slots in one request, where they are few.
+  // The header and the slots take one request of a warp if they are few.
   for (int word = row; word < kHeaderWords + num_rows; word += kMaxRows) words[word] = load_host(command + word);
   __syncthreads();
   const Command& header = *reinterpret_cast<const Command*>(words);
@@ -104,7 +108,7 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
   if (row < num_used) {
     const int listed = words[kHeaderWords + row];
     SlotState* state = states + listed;
-    const int is_finished = state->finished, last_token = state->last_token, next = state->position;   // at once
+    const int is_finished = state->finished, last_token = state->last_token, next = state->position;   // loaded together
     if (is_finished) {
       publish(results, context->sequence, row, kNoToken, false);
     } else {
@@ -120,7 +124,8 @@ extern "C" __global__ void KERNEL(step_begin)(int32_t* __restrict__ token_ids, i
   slots[row] = slot;
 }
 
-// num_rows: as above. Rows of a slot stand behind one another, the first with the token -1.
+// Sets up the rows of a decode step with certain tokens. num_rows: as for step_begin. In the command the rows of a slot are
+// consecutive; the first of them has the token -1.
 extern "C" __global__ void KERNEL(certain_begin)(int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                                                  int32_t* __restrict__ slots, int32_t* __restrict__ sampled_slots,
                                                  SlotState* states, uint32_t* token_counts,
@@ -142,7 +147,7 @@ extern "C" __global__ void KERNEL(certain_begin)(int32_t* __restrict__ token_ids
   if (row < num_used) {
     const int listed = given[row].x;
     const SlotState* state = states + listed;
-    const int is_finished = state->finished, last_token = state->last_token, next = state->position;   // at once
+    const int is_finished = state->finished, last_token = state->last_token, next = state->position;   // loaded together
     while (given[row - before].y >= 0) before++;
     const bool is_newest = row + 1 == num_used || given[row + 1].y < 0;
     if (is_finished || !is_newest) publish(results, context->sequence, row, kNoToken, false);
@@ -171,7 +176,7 @@ extern "C" __global__ void KERNEL(certain_begin)(int32_t* __restrict__ token_ids
   sampled_slots[row] = sampled;
 }
 
-// num_rows: rows of the bucket.
+// Sets up the rows of a prefill chunk. num_rows: rows of the bucket.
 extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids, int32_t* __restrict__ positions,
                                                  int32_t* __restrict__ slots, int32_t* __restrict__ chunk,
                                                  SlotState* states, uint32_t* __restrict__ token_counts,
@@ -190,7 +195,7 @@ extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids
     positions[row] = used ? start + row : 0;
     slots[row] = used ? slot : -1;
     if (!used) continue;
-    counts[token] |= kSeen;  // Not atomic: whoever else writes the word writes the same.
+    counts[token] |= kSeen;  // not atomic: other threads that write the word write the same
     if (history && start + row < max_context) history[static_cast<int64_t>(slot) * max_context + start + row] = token;
   }
   if (threadIdx.x == 0) {
@@ -202,14 +207,14 @@ extern "C" __global__ void KERNEL(prefill_begin)(int32_t* __restrict__ token_ids
   }
 }
 
-// The last launch of a prefill: a chunk before the last has no token. After the last one the sampler reports.
+// Ends a prefill step: reports a chunk that is not the prompt's last as done, without a token. The sampler reports the last one.
 extern "C" __global__ void KERNEL(prefill_end)(ResultRecord* __restrict__ results, const int32_t* chunk,
                                                const StepContext* context) {
   pdl_begin();
   if (threadIdx.x == 0 && !chunk[3]) publish(results, context->sequence, 0, kNoToken, false);
 }
 
-// slots[0] is the chunk's slot already.
+// Copies the chunk's last row to row 0, from which the first token is sampled; slots[0] is the chunk's slot already.
 extern "C" __global__ void KERNEL(first_begin)(scalar_t* x, const int32_t* chunk) {
   pdl_begin();
   const int column = (blockIdx.x * blockDim.x + threadIdx.x) * 8, last = chunk[2] - 1;
