@@ -1,4 +1,4 @@
-"""The regions of an arena as arrays, and what several of them are together."""
+"""The arrays of an arena: its regions, and packed weights, which may have two regions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from cpmrt.memory.arena import Arena
 
 
 def held_arrays(arena: Arena, device: Device) -> dict[str, Any]:
-    """Return every region by name, and packed weights by the name of the weight."""
+    """Return the array of every region by its name, and packed weights by the name of the weight."""
     arrays = arena.arrays()
     return arrays | held_weights(arena.plan.tensors, arrays, device)

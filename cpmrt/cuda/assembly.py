@@ -28,12 +28,15 @@ from cpmrt.weights.model_folder import ModelFolder
 
 _LOG = logging.getLogger(__name__)
 _RESERVED_BYTES = 512 << 20
-"""Free memory that is left for what the driver itself needs: modules, graphs, the library's handles."""
+"""Bytes of free memory that a plan leaves to the driver, for modules, graphs and the handles of cuBLASLt."""
 
 
 @dataclass(frozen=True)
 class CudaTarget:
-    """What the CUDA executor adds to a blueprint for a device, which need not be there."""
+    """The rules of the CUDA executor for a blueprint: storage type, supported shapes, weight specs and its own buffers.
+
+    `device` need not be in this machine.
+    """
 
     device: Device
     itemsize: int = DType.BFLOAT16.itemsize
@@ -56,9 +59,9 @@ class CudaTarget:
     def held(
         self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
     ) -> tuple[TensorSpec, ...]:
-        """Return weights in blocks of GGUF in 16 bits where no packed product takes them, and say so in the log.
+        """Return the specs as they are held: GGUF blocks that no packed product takes become 16 bits; warn in the log.
 
-        An embedding, of which a step reads a few rows, is held in 16 bits without a word.
+        An embedding, of which a step reads a few rows, is held in 16 bits without a warning.
         """
         refused = [spec for spec in specs if spec.quant is not None and spec.quant.in_blocks and not takes_blocks(spec)]
         matrices = [spec for spec in refused if spec.product is not None]
@@ -82,7 +85,7 @@ class CudaTarget:
 
 
 def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:
-    """Fetch the weights of a hub's model that are not here, if its config says that the device can run it.
+    """Fetch the missing weights of a model on a hub, if its config says that the device can run it.
 
     Raises as `open_executor` does.
     """
@@ -96,7 +99,7 @@ def _budget(device: Device, settings: EngineConfig) -> int:
 
 
 def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
-    """Open the device, plan within its free memory, load and capture.
+    """Open the device, plan within its free memory, load the weights and capture the graphs.
 
     Raises NoDeviceError, UnsupportedModelError, ConfigError, MemoryPlanError, CheckpointError, KernelCompileError.
     """
@@ -117,7 +120,7 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
 def load(blueprint: Blueprint, to: Destination) -> None:
     """Fill all weights: from their checkpoints, or at random."""
     for specs, checkpoint in blueprint.parts:
-        # Each start needs one of the two.
+        # Imported here because a start needs only one of the two modules.
         if checkpoint is None:
             from cpmrt.cuda.load.random import load_random
 

@@ -1,4 +1,4 @@
-"""Measures how fast this GPU reads its memory, which is the ceiling that decoding is held against."""
+"""Measures how fast this GPU reads its memory, the upper limit that decoding speeds are compared with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ READ_BANDWIDTH = KernelSpec(
 )
 BLOCK = 256
 TILE_BYTES = 32 << 10
-"""A block reads so much in one pass: 8 loads of 16 bytes a thread."""
+"""Bytes that a block reads in one pass: 8 loads of 16 bytes a thread."""
 
 _BLOCKS_PER_SM = 4
 _MOST_BYTES = 2 << 30
@@ -27,17 +27,17 @@ _RUNS, _READS_PER_RUN = 15, 4
 
 
 def read_bandwidth(device: Device) -> float:
-    """Return bytes a second: the median of runs timed by events, each of several passes over 2 GiB of random data.
+    """Return the read bandwidth in bytes a second: the median of runs timed by events.
 
-    Half of what is free is taken where that is less; all of it is given back. Raises KernelCompileError, and
-    MemoryPlanError where not even one pass of all blocks fits.
+    Each run makes several passes over 2 GiB of random data, or over half of the free memory where that is less; all of
+    it is freed again. Raises KernelCompileError, and MemoryPlanError where not even one pass of all blocks fits.
     """
     import cupy
 
     grid = _BLOCKS_PER_SM * device.num_sms
     num_tiles = num_tiles_within(device.free_bytes() // 2, grid)
     stream, modules = cupy.cuda.Stream(non_blocking=True), Modules(device.arch, DType.BFLOAT16)
-    # Memory of its own: CuPy's pool would keep it from the model that is loaded next.
+    # Not from CuPy's pool, which would keep the memory from the model that is loaded next.
     data, out = cupy.cuda.Memory(num_tiles * TILE_BYTES), cupy.cuda.Memory(grid * BLOCK // 32 * 4)
     num_words = np.int64(num_tiles * TILE_BYTES // 2)
     fill = (np.uint64(data.ptr), num_words, np.uint64(1), np.float32(0), np.float32(1))
@@ -57,7 +57,10 @@ def read_bandwidth(device: Device) -> float:
 
 
 def num_tiles_within(num_bytes: int, grid: int) -> int:
-    """Return how many tiles `grid` blocks read of at most `num_bytes`, each as many, so that none reads alone."""
+    """Return how many tiles to read: at most `num_bytes` and 2 GiB, and a multiple of `grid`, so as many by each block.
+
+    A block with more tiles than the others would read alone at the end. Raises MemoryPlanError.
+    """
     rounds = min(num_bytes, _MOST_BYTES) // (grid * TILE_BYTES)
     if not rounds:
         needed = f"at least {2 * grid * TILE_BYTES >> 20} MiB free"
@@ -66,7 +69,7 @@ def num_tiles_within(num_bytes: int, grid: int) -> int:
 
 
 def pci_bus_id(device: Device) -> str:
-    """Return the name of the GPU to NVML, whose indices are not CUDA's, such as "0000:3B:00.0"."""
+    """Return the GPU's PCI bus id, such as "0000:3B:00.0". NVML finds the GPU by it, as its indices are not CUDA's."""
     import cupy
 
     found: str = cupy.cuda.runtime.deviceGetPCIBusId(device.index)

@@ -101,7 +101,7 @@ class CudaExecutor:
         self._lengths = Lengths(self._limits.tree_shapes, sparse.dense_context if sparse else 0)
         self._closed, self._resources = False, ExitStack()
         self._threads = local()
-        """What each calling thread knows: whether the device is current there."""
+        """Values of each calling thread: `is_current`, once the device is current there."""
         try:
             with device_faults():
                 self._start(engine, blueprint.position_limit, load)
@@ -110,7 +110,7 @@ class CudaExecutor:
             raise
 
     def _start(self, engine: EngineConfig, position_limit: int, load: LoadWeights) -> None:
-        """Allocate, load and capture. What is not freed with the last reference to it goes into `_resources`."""
+        """Allocate the arena, load weights and capture graphs. Whatever has to be closed goes into `_resources`."""
         plan, device = self.plan, self.device
         memory = DeviceBuffer(plan.total_bytes)
         self._resources.callback(memory.close)
@@ -147,7 +147,7 @@ class CudaExecutor:
             )  # fmt: skip
             self._resources.callback(self._speculation.close)
             self._limits = replace(self._limits, max_drafting=self._speculation.most)
-        # What passes through the workspace while loading is gone before the tables there are filled.
+        # Loading comes first: its staging area may have the same memory as tables, which are filled after it.
         regions = {region.name: region for region in plan.regions}
         load(Destination(pointer.ptr, regions, device, Launcher(self.stream, self._modules, use_pdl=False)))
         self._fill_tables(position_limit)
@@ -205,8 +205,8 @@ class CudaExecutor:
         return Nothing()
 
     def _decode_form(self, slots: tuple[int, ...]) -> tuple[int, RowKind, bool]:
-        """Return for how many rows and of which kind the graph is that decodes these slots without masks, and whether
-        it screens the head."""
+        """Return the row count and the row kind of the graph that decodes these slots without masks, and whether it
+        screens the head."""
         num_rows = _at_least(len(slots), self._row_counts)
         is_screened = True in self._forward.screenings(num_rows) and self._screened.issuperset(slots)
         return num_rows, self._lengths.narrowest(self._row_kinds[num_rows], slots, num_rows), is_screened
@@ -228,7 +228,7 @@ class CudaExecutor:
         return WithCertain(self._rings.sent(len(rows), tuple(num_logprobs)), certain)
 
     def _run_masked(self, masks: Sequence[Mask | None], kind: RowKind = ANY_ROWS) -> None:
-        """Start the decode step whose command is written; `masks`: of its rows, which all are of this kind."""
+        """Start the decode step whose command is written. Its rows have these `masks` and are all of this kind."""
         self._masked.masks.write(self._rings.next_number, masks)
         self._masked.run_decode(_at_least(len(masks), self._masked_counts), kind)
 
@@ -249,7 +249,7 @@ class CudaExecutor:
 
     @cached_property
     def _masked(self) -> MaskedGraphs:
-        """What runs steps with masks, made for the first one."""
+        """The graphs of steps with masks and their ring of masks, made when the first such step is submitted."""
         masks = MaskRing(self._masked_counts[-1], self.config.vocab_size)
         self._resources.callback(masks.close)
         after_decode = None if self._speculation is None else self._speculation.after_decode
@@ -257,7 +257,7 @@ class CudaExecutor:
         return MaskedGraphs(self._graphs, masks, self._prepare_rows, self._row_kinds, *launches)
 
     def _prepare_rows(self, num_rows: int) -> None:
-        """Compile and load what a decode step of so many rows needs."""
+        """Compile and load the kernels of a decode step of `num_rows` rows."""
         if num_rows not in self._row_counts:
             decode = partial(self._forward.decode, num_rows)
             run_on_padding(self._launcher, self._graphs, self._arrays["slots"][:num_rows], decode)
@@ -272,17 +272,17 @@ class CudaExecutor:
         return self._lengths.followed(step, answer)
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
-        """Logits of every position, float32 [chunk, V] at a time."""
+        """Yield the logits of every position, float32 [chunk, V] at a time."""
         return self._prompt_chunks(slot, token_ids, block_table, self._prompts.logits)
 
     def prompt_states(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
-        """The final norm's output at every position, float32 [chunk, H] at a time; the host computes that norm."""
+        """Yield the final norm's output at every position, float32 [chunk, H] at a time; the host computes the norm."""
         return self._prompt_chunks(slot, token_ids, block_table, self._prompts.states)
 
     def _prompt_chunks(
         self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...], read: Callable[[int], F32]
     ) -> Iterator[F32]:
-        """Run a prompt chunk after chunk in a slot that nobody holds, and yield what `read` makes of so many rows."""
+        """Run a prompt chunk by chunk in a slot that no sequence holds, and yield `read(num_tokens)` after each."""
         self._layout.check_table(block_table)
         self._begin_beside_steps()
         with device_faults():
@@ -297,7 +297,7 @@ class CudaExecutor:
             yield found
 
     def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
-        """Return what pages hold after all steps so far, by cache: [layers, pages, ...]."""
+        """Return the contents of pages after all steps so far, by the cache's name: [layers, pages, ...]."""
         self._begin_beside_steps()
         with device_faults():
             return read_pages(self.plan.paged(self._arrays), pages, self.stream)
@@ -323,7 +323,7 @@ class CudaExecutor:
         del self._arena, self._forward, self._prompts, self._steps
 
     def _logprobs_of(self, slots: tuple[int, ...]) -> tuple[int, ...]:
-        """How many each slot's sequence asked for; mostly nobody asked for any."""
+        """Return how many logprobs the sequence of each slot asked for; mostly none does."""
         if not self._num_logprobs:
             return (0,) * len(slots)
         return tuple(self._num_logprobs.get(slot, 0) for slot in slots)
@@ -334,7 +334,7 @@ class CudaExecutor:
         self._make_current()
 
     def _begin_beside_steps(self) -> None:
-        """Start the steps that wait to be launched: they may still write to a slot or a page that is free by now."""
+        """Launch the steps that wait in the queue: they may still write to a slot or a page that is free by now."""
         self._check_open()
         self._graphs.flush()
 
@@ -360,7 +360,7 @@ class CudaExecutor:
         self.stream.synchronize()
 
     def _capture(self, *, loops: bool) -> None:
-        """Compile what every shape needs, run each once on padding rows, which loads it, then capture it."""
+        """Compile the kernels of every shape, run each shape once on padding rows to load them, then capture graphs."""
         with self._launcher.recording() as modules:
             self._every_shape()
         modules.extend((*step_modules(self.config, self.device), *self._slot_states.modules()))

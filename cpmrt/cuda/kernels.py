@@ -25,7 +25,7 @@ _MODULES = (
 
 
 def _declared(module: ModuleType) -> Iterator[KernelSpec]:
-    """The specs among a module's names: single ones, and the values of tables."""
+    """Yield the specs among a module's names: single ones, and the values of mappings."""
     for value in vars(module).values():
         for spec in value.values() if isinstance(value, Mapping) else (value,):
             if isinstance(spec, KernelSpec):
@@ -36,6 +36,6 @@ KERNELS: tuple[KernelSpec, ...] = tuple(dict.fromkeys(spec for module in _MODULE
 
 
 def files(arch: str = "") -> tuple[str, ...]:
-    """The sources that hold a kernel, each once; with `arch`, those that compile for it."""
+    """Return the source files that hold a kernel, each once; with `arch`, only those that compile for it."""
     family = arch.rstrip("af")
     return tuple(dict.fromkeys(spec.file for spec in KERNELS if not arch or spec.arch in ("", family)))

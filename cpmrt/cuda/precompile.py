@@ -1,4 +1,4 @@
-"""What a start of a model on a device compiles, found without the device: `cpmrt compile` builds it ahead of time."""
+"""Finds the modules that a start of a model compiles, without the device: `cpmrt compile` builds them ahead of time."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ _KNOWN_DEVICES = {
     "sm_120": ("RTX 5090", 170, _SHARED_SMALL),
     "sm_121": ("DGX Spark", 48, _SHARED_SMALL),
 }
-# Clusters of eight blocks, a block to a multiprocessor, of the H200 that was measured. Where there is another number,
-# a start compiles what differs.
+# How many clusters of eight blocks, a block to a multiprocessor, ran at once on the H200 that was measured. On a device
+# with another number a start compiles the modules that differ.
 _KNOWN_CLUSTERS = {"sm_90": 15}
 
 
 def known_device(arch: str, num_sms: int | None = None) -> Device:
-    """A device of this architecture, such as "sm_87": with `num_sms` multiprocessors, else those of the best known one.
+    """Return a description of a device of this architecture, such as "sm_87", to find a model's modules with.
 
-    Which modules a model needs depends on that number; what does not matter for it is 0. Raises ConfigError.
+    They depend on the number of multiprocessors: `num_sms`, else that of the best known device. Fields on which no
+    module depends are 0. Raises ConfigError for an unknown architecture.
     """
     if arch not in _KNOWN_DEVICES:
         raise ConfigError("unknown architecture", expected=" | ".join(_KNOWN_DEVICES), actual=arch)
@@ -77,7 +78,7 @@ def known_device(arch: str, num_sms: int | None = None) -> Device:
 def modules_of(blueprint: Blueprint, device: Device) -> list[Module]:
     """Return every module of a start on this device: the executor's own recording, on arrays without memory.
 
-    This includes what is used only where cuBLASLt is absent, where weights are converted or random. Raises
+    This includes modules for starts without cuBLASLt, or with weights that are converted or random. Raises
     UnsupportedModelError, ConfigError.
     """
     settings, draft, plan = blueprint.settings, blueprint.draft, blueprint.plan(blueprint.position_limit)
@@ -113,7 +114,7 @@ def _record(
     plan: MemoryPlan,
     draft: Draft | None,
 ) -> None:
-    """All forwards of a start."""
+    """Run every forward of a start, and those that later requests may need, on a recording launcher."""
     taps, chunks = draft.config.taps if draft else (), buckets(settings.prefill_chunk)
     forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, taps)
     forward.every_shape(chunks, row_counts(settings.max_sequences))

@@ -1,1 +1,1 @@
-"""Kernel sources to cubins, through a cache, and cubins to kernels that launch by spec."""
+"""Compiles kernel sources to cubins, through a cache, and launches their kernels by spec."""

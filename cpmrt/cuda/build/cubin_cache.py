@@ -3,7 +3,7 @@
 `<cache>/cubins/<key>.<compiler>.<content>.cubin`: `key` is the sha256 of the sources and options, `compiler` the NVRTC
 version, `content` the start of the sha256 of the file itself. So one rename publishes a cubin together with its
 checksum, whatever other processes do, and a truncated or altered file does not match its own name. Files of other kinds
-hold what was found out about a library's kernels, whose version stands in place of the compiler's.
+hold what was found out about a library's kernels; the library's version stands in place of the compiler's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find(key: str, compiler: str | None, kind: str = CUBIN) -> Path | None:
 
 
 def _is_wanted(rest: str, compiler: str | None, kind: str) -> bool:
-    """Tell whether this is what follows the key in the name of a file of that kind by that compiler."""
+    """Tell whether `rest`, all after the key in a file's name, fits a file of `kind` by `compiler` (None: by any)."""
     made_by, *others = rest.rsplit(".", 2)
     return len(others) == 2 and others[1] == kind and compiler in (None, made_by)
 
@@ -61,7 +61,7 @@ _listed: dict[Path, tuple[int, dict[str, list[str]]]] = {}
 def store(key: str, compiler: str, cubin: bytes, *, must_last: bool = False) -> Path:
     """Publish a cubin atomically. Where the cache cannot be written, it goes to a folder that dies with the process.
 
-    With `must_last` that raises ConfigError instead.
+    With `must_last` a cache that cannot be written raises ConfigError instead.
     """
     name = f"{key}.{compiler}.{_digest(cubin)}.{CUBIN}"
     target = _lasting_folder() if must_last else folder()
@@ -89,7 +89,7 @@ def _not_kept(target: Path, error: OSError) -> ConfigError:
 
 
 def keep(key: str, version: str, content: bytes, kind: str) -> None:
-    """Publish what each start could find out again, if the cache can be written."""
+    """Publish a finding about a library's kernels if the cache can be written; else each start makes it again."""
     with suppress(OSError):
         _write(folder(), f"{key}.{version}.{_digest(content)}.{kind}", content)
 
@@ -100,7 +100,7 @@ def folder() -> Path:
 
 
 def _folders() -> tuple[Path, ...]:
-    """Return where cubins are looked for: where new ones go, and a folder that cannot be written."""
+    """Return the folders to look for cubins in. New ones go to the first; a second one cannot be written."""
     configured = _lasting_folder()
     stand_in = _stand_ins.get(configured)
     return (Path(stand_in.name), configured) if stand_in else (configured,)

@@ -22,9 +22,9 @@ Module = tuple[str, Mapping[str, int]]
 
 
 class Launcher:
-    """Launches on `stream`, which may be None where nothing but recording is asked for.
+    """Launches kernels on `stream`, which may be None if launches are only recorded.
 
-    `use_pdl`: with dependent-launch edges, where the device has them.
+    `use_pdl`: whether launches have dependent-launch edges, where the device has them.
     """
 
     def __init__(self, stream: Stream, modules: Modules, *, use_pdl: bool):
@@ -45,8 +45,8 @@ class Launcher:
     ) -> None:
         """Launch the kernel, compiled with these sizes; the other arguments are those of `launch`.
 
-        Where blocks wait for each other, the first launch of a shape looks whether all find room. Raises as `launch`
-        and `Modules.kernel` do, and DeviceError if they do not.
+        If blocks of the kernel wait for each other, the first launch of a shape checks that all are resident at once.
+        Raises as `launch` and `Modules.kernel` do, and DeviceError if they are not.
         """
         self.release()
         if self._recorded is not None:
@@ -62,13 +62,13 @@ class Launcher:
         launch(self.stream, kernel, grid, block, smem, args, pdl=self._use_pdl, prefers_shared=prefers_shared)
 
     def hold(self, release: Callable[[], None]) -> None:
-        """Have `release` called before anything else is launched: it launches what its caller holds back."""
+        """Register `release`, to be called before anything else is launched: it launches what the caller holds back."""
         if self._held != release:
             self.release()
         self._held = release
 
     def release(self) -> None:
-        """Have what is held back launched, if there is anything."""
+        """Launch what a caller of `hold` holds back, if there is anything."""
         if self._held is not None:
             release, self._held = self._held, None
             release()
@@ -88,6 +88,6 @@ class Launcher:
         try:
             yield modules
         finally:
-            self.release()  # as long as nothing runs
+            self.release()  # still recording, so that nothing runs
             self._recorded = None
         modules.extend({(file, frozenset(sizes.items())): (file, sizes) for file, sizes in recorded}.values())

@@ -1,4 +1,4 @@
-"""Kernel sources to cubins, through the cache, and cubins to kernels on the device.
+"""Compiles kernel sources to cubins, through the cache, and loads their kernels on the device.
 
 A module is one file compiled for one architecture, storage type and set of compile-time sizes.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cpmrt.cuda.build.spec import Constants
 
 _PDL_CAPABILITY = 90
-# Instructions that only this architecture has need the "a"; a cubin of sm_90 runs on no other either.
+# Instructions that only sm_90 has need the target with "a". A cubin of plain sm_90 would run on no other device either.
 _TARGETS = {"sm_90": "sm_90a"}
 _Sizes = frozenset[tuple[str, int]]
 _SUFFIXES = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
@@ -46,7 +46,7 @@ def options(arch: str, dtype: DType, constants: Constants) -> tuple[str, ...]:
 
 
 def suffix(dtype: DType) -> str:
-    """Return what ends a kernel's name: "bf16" or "fp16". Raises KernelCompileError for a type without kernels."""
+    """Return the suffix of a kernel's name, "bf16" or "fp16". Raises KernelCompileError for a type without kernels."""
     if dtype not in _SUFFIXES:
         raise KernelCompileError("no kernels of this storage type", expected="bfloat16 or float16", actual=dtype.label)
     return _SUFFIXES[dtype]
@@ -67,9 +67,9 @@ def compile_all(
 ) -> list[Path]:
     """Return the cubins of several (file, constants), compiled side by side. Raises as compile_module does.
 
-    With `must_last` also ConfigError, if those that are missing could not be kept: then none is compiled.
+    With `must_last` it raises ConfigError, before it compiles any, if new cubins could not be kept.
     """
-    # One thread finds what is there faster than many, which wait for Python's lock.
+    # One thread finds cached cubins faster than many, which wait for Python's lock.
     read = cache(read_source)
     builds = [_Build.of(read(file), arch, dtype, constants) for file, constants in modules]
     cached = [build.cached() for build in builds]
@@ -113,7 +113,7 @@ class Modules:
         return self._kernels[key]
 
     def cubin(self, spec: KernelSpec, constants: Constants) -> Path:
-        """Return the file of the kernel's module, whose name tells everything that the kernel's bits follow from.
+        """Return the cubin of the kernel's module. Its name identifies all that the kernel's results depend on.
 
         Raises as compile_module does.
         """

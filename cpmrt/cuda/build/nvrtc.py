@@ -106,7 +106,7 @@ def _library() -> Path:
 
 @functools.cache
 def library_version() -> tuple[int, int]:
-    """The version that the library says it has; this loads it. Raises KernelCompileError."""
+    """Return the version (major, minor) that the library reports; this loads it. Raises KernelCompileError."""
     _library()
     status, major, minor = _bindings().nvrtcVersion()
     if int(status):
@@ -132,7 +132,7 @@ def _cuda_headers(compiler: tuple[int, int]) -> Path:
 
 
 def header_folders() -> Iterator[Path]:
-    """Yields the folders that may hold CUDA headers, the likeliest first."""
+    """Yield the folders that may hold CUDA headers, the likeliest first."""
     from cuda import pathfinder
 
     located = pathfinder.find_nvidia_header_directory("cudart")

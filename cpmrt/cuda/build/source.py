@@ -1,4 +1,4 @@
-"""Kernel sources: where they are, and a file together with every header that it includes."""
+"""Finds the folder of the kernel sources and reads a file together with every header that it includes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KernelSource:
 
 
 def kernels_folder() -> Path:
-    """The folder of the `.cu` files: `CPMRT_KERNELS_DIR`, else the installed package's, else the checkout's.
+    """Return the folder of the `.cu` files: `CPMRT_KERNELS_DIR`, else the installed package's, else the checkout's.
 
     Raises KernelCompileError if there is none, or if the variable names a folder without sources.
     """

@@ -27,10 +27,10 @@ class KernelSpec:
     `name` is without the `_bf16` / `_fp16` suffix. `op` is the op of `ops/spec.py` that the kernel computes or is a
     part of; one that belongs to none says why in `reason`. `constants` are the sizes that its file asks for under
     `#ifndef`: the dataclass that holds them, or the macros' names. `hot` promises no spills and no local memory. `arch`
-    is the one architecture that the file compiles for, "" for all. `waits_across_blocks` tells of compile-time sizes
-    whether blocks, other than those of a cluster, wait for each other: then all must be on the device at once. A block
-    that finishes what the others left before it came does not wait. `has_wide_clusters` tells of them whether clusters
-    have sixteen blocks, more than every device promises.
+    is the one architecture that the file compiles for, "" for all. `waits_across_blocks(sizes)` says whether blocks of
+    different clusters wait for each other in a build with these compile-time sizes, so that all must be on the device
+    at once. A block that arrives last and finishes what the others have left does not count as waiting.
+    `has_wide_clusters(sizes)` says whether that build has clusters of sixteen blocks, more than every device promises.
     """
 
     name: str
@@ -52,7 +52,7 @@ class KernelSpec:
 
 
 def macros_of(constants: Constants) -> Mapping[str, int]:
-    """The `-D`s of these sizes: a field's name in upper case, its value as an int; a field that is None has none."""
+    """Return the macros of these sizes: a field's name in upper case with its int; a field that is None has none."""
     return constants if isinstance(constants, Mapping) else _macros(constants)
 
 

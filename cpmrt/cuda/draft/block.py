@@ -34,7 +34,8 @@ from cpmrt.tensor_spec import BufferSpec
 
 @dataclass(frozen=True)
 class BlockConstants:
-    """Rows of the draft's head, equal parts of them, columns of the Markov head."""
+    """Compile-time constants of block.cu: rows of the draft's head, equal parts they are cut into, columns of the
+    Markov head."""
 
     vocab: int
     parts: int
@@ -51,7 +52,7 @@ _THREADS = 512
 
 
 def block_tables(draft: Draft, num_trees: int = 1) -> tuple[BufferSpec, ...]:
-    """Return the buffers of a step's blocks that live as long as the executor; none for other drafts."""
+    """Return the buffers of a step's blocks that live as long as the executor; none for a draft without blocks."""
     if not draft.block_rows:
         return ()
     num_rows = num_trees * draft.block_rows
@@ -65,7 +66,7 @@ def block_tables(draft: Draft, num_trees: int = 1) -> tuple[BufferSpec, ...]:
 
 
 def block_modules(draft: Draft) -> tuple[Module, ...]:
-    """Return what `BlockKernels` launches beside `draft_top_k`; nothing for other drafts.
+    """Return the module that `BlockKernels` launches beside that of `draft_top_k`; none for a draft without blocks.
 
     Raises UnsupportedModelError for a head of another size than the kernels take.
     """
@@ -81,7 +82,7 @@ def _constants(draft: Draft) -> BlockConstants:
 
 
 def candidate_vocab(draft: Draft) -> int:
-    """Return the tokens that one row of `draft_top_k` looks at: the draft's, or a part of those of a DSpark draft."""
+    """Return how many tokens a row of `draft_top_k` looks at: the draft's vocabulary, or a part of it for DSpark."""
     return draft.vocab_size // markov_parts(draft.vocab_size) if draft.block_rows else draft.vocab_size
 
 
@@ -106,8 +107,8 @@ class BlockKernels:
             self._launch.modules.kernel(spec, self._constants)
 
     def block_begin(self, num_trees: int = 1) -> None:
-        """Set up the draft's rows of each sequence: the newest token, and mask tokens behind it as far as there is
-        room."""
+        """Set up the draft's rows of each sequence: the newest token, and mask tokens after it as far as there is room.
+        """
         a = self._arrays
         rows = (a[f"draft_{name}"] for name in ("token_ids", "positions", "slots", "reach"))
         self._launch(

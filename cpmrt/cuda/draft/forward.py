@@ -32,7 +32,7 @@ from cpmrt.speculation.procedure import MAX_WAITING
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 SCRATCH = "draft_scratch."
-"""Before the names of the buffers that the draft's ops need in its own sizes."""
+"""The prefix of the names of buffers that the draft's ops need in sizes of their own."""
 
 
 def executor_needs(
@@ -42,13 +42,13 @@ def executor_needs(
     draft: Draft,
     device: Device,
 ) -> ExecutorNeeds:
-    """What the executor keeps for a target with the weights `specs` and what drafts for it, for `models.planning`.
+    """Return the buffers that the executor keeps for a target with the weights `specs` and for its draft.
 
     Raises UnsupportedModelError.
     """
     needs = cuda_needs(config, engine, specs, device)
     for one in filter(None, (draft, draft.inner)):
-        block_modules(one)  # which raises what the kernels do not take
+        block_modules(one)  # raises UnsupportedModelError for sizes that the kernels do not take
     needs = _with_draft(needs, draft, specs, device, max_sequences=engine.max_sequences)
     return _with_inner(needs, draft, device, max_sequences=engine.max_sequences) if draft.inner else needs
 
@@ -61,7 +61,7 @@ def _with_draft(
     *,
     max_sequences: int,
 ) -> ExecutorNeeds:
-    """Add what the draft needs to `needs`, which are the target's."""
+    """Return `needs`, those of the target, with the draft's buffers added."""
     assert needs.max_rows is not None
     max_rows = needs.max_rows
     workspace = [spec for spec in needs.workspace if spec.name != STAGING]
@@ -84,7 +84,7 @@ def _with_draft(
 
 
 def _with_inner(needs: ExecutorNeeds, draft: Draft, device: Device, *, max_sequences: int) -> ExecutorNeeds:
-    """Add what a small model's own draft needs to `needs`: what a draft needs whose target is the small model."""
+    """Return `needs` with the buffers of a small model's own draft added: those of a draft whose target it is."""
     assert draft.inner is not None
     head, width = draft.inner.head, draft.inner.config.hidden_width
     inner = replace(draft.inner, specs=_as_targets(draft.inner.specs), head=head and _as_targets((head,))[0])
@@ -103,12 +103,12 @@ def _with_inner(needs: ExecutorNeeds, draft: Draft, device: Device, *, max_seque
 
 
 def _as_targets(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return weights of a small model, or of its draft, under the names that those of a target, or its draft, have."""
+    """Return weights of a small model, or of its draft, under the names that a target's, or its draft's, have."""
     return tuple(replace(spec, name=spec.name.removeprefix(PREFIX)) for spec in specs)
 
 
 def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """What the draft's products read: its own weights, and the target's head among `specs` if it has none."""
+    """Return the weights of the draft's products: its own, and the target's head among `specs` if it has none."""
     if any(spec.name == f"{PREFIX}lm_head" for spec in draft.tensors):
         return draft.tensors
     return (*draft.tensors, *(spec for spec in specs if spec.name == "lm_head"))
@@ -128,7 +128,7 @@ def _draft_tables(
 def _draft_workspace(
     draft: Draft, specs: Sequence[TensorSpec], max_rows: int, device: Device
 ) -> tuple[BufferSpec, ...]:
-    """Return the buffers of one pass of at most `max_rows` rows; nothing of the target's runs meanwhile."""
+    """Return the buffers of a pass of at most `max_rows` rows, during which nothing of the target runs."""
     config = draft.config.decoder
     if config is None:
         return ()
@@ -143,7 +143,7 @@ def _scratch(spec: BufferSpec) -> BufferSpec:
 class DraftForward:
     """Launches the passes of a draft with layers on the regions of a memory plan.
 
-    Which rows a pass has, `TreeKernels` writes to the arrays `draft_*`.
+    `TreeKernels` writes the rows of a pass to the arrays `draft_*` before it.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class DraftForward:
         taps = draft.inner.config.taps if draft.inner else ()
         self._model = DraftModel.bind(draft.config, arrays, caches, _fc_halves(arrays), taps)
         self._left: DeviceArray | None = arrays.get(f"{PREFIX}hidden")
-        """Where a small model leaves the states that its own draft reads."""
+        """The array in which a small model leaves the states that its own draft reads; None if it has no draft."""
         scratch = {name.removeprefix(SCRATCH): array for name, array in arrays.items() if name.startswith(SCRATCH)}
         scratch |= {"slots": arrays["draft_slots"], "chunk": arrays["draft_chunk"]}
         plan = AttentionPlan.of(config.attention, device, caches, max_rows=len(arrays["draft.x"]))
@@ -171,8 +171,8 @@ class DraftForward:
         self._model.see(self._ops, self._rows(num_rows, is_prefill=True), self._hidden(num_rows))
 
     def waiting(self, num_rows: int, num_newest: int = 1) -> None:
-        """Run at most 64 tokens that the draft has not seen; the logits of the last ones are in the first rows, unless
-        the draft drafts blocks."""
+        """Run at most 64 tokens that the draft has not seen. Unless it drafts blocks, the last `num_newest` have
+        logits, which are in the first rows."""
         if self._draft.block is not None:
             self.see(num_rows)
             return
@@ -193,7 +193,7 @@ class DraftForward:
         return states[:num_rows]
 
     def markov_weights(self) -> MarkovWeights:
-        """Return what chooses the tokens of a block."""
+        """Return the weights of the Markov head, which chooses the tokens of a block."""
         return self._model.markov_weights()
 
     def frontier(self, num_rows: int) -> None:
@@ -206,11 +206,11 @@ class DraftForward:
 
     @property
     def tree_kinds(self) -> tuple[RowKind, ...]:
-        """All nodes are of one: a small model has no sparse attention."""
+        """The row kinds of nodes: ANY_ROWS alone, since a small model has no sparse attention."""
         return (ANY_ROWS,)
 
     def screenings(self, num_rows: int) -> tuple[bool, ...]:
-        """No step of a small model screens its head."""
+        """Return only False: no step of a small model screens its head."""
         return (False,)
 
     def tree(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
@@ -222,20 +222,23 @@ class DraftForward:
         """Do nothing: a small model's keys and values are in 16 bits, and those of the path are at their positions."""
 
     def outputs(self, rows: slice) -> DeviceArray | None:
-        """Return rows of the last pass' output, which a later pass continues; None where it does not."""
+        """Return rows of the last pass' output, which the next pass of an EAGLE draft reads; None for other drafts."""
         return self._arrays["draft.x"][rows] if self._draft.is_eagle else None
 
     def parents(self, num_rows: int) -> DeviceArray | None:
-        """Return where the outputs go that a pass of `frontier` continues; None where it continues none."""
+        """Return the array of the parents' outputs that a `frontier` pass of an EAGLE draft reads; None for others."""
         return self._arrays["draft.parents"][:num_rows] if self._draft.is_eagle else None
 
     def logits(self, num_rows: int) -> DeviceArray:
-        """Return the logits of the last pass, whose row 0 is the first row that has any."""
+        """Return the logits of the last pass; row 0 is that of the first row that has logits."""
         logits: DeviceArray = self._arrays["draft.logits"]
         return logits[:num_rows]
 
     def _hidden(self, num_rows: int) -> DeviceArray | None:
-        """Return the states that the rows read, or where a small model leaves what its own draft reads, a row down."""
+        """Return the target's states that the rows read; for a small model with a draft, where its own states go.
+
+        These begin in row 1, because row 0 keeps the state before the first row.
+        """
         if self._left is not None:
             return self._left[1 : num_rows + 1]
         return self._arrays["hidden"][:num_rows] if self._draft.hidden_width else None
@@ -254,7 +257,7 @@ def draft_forward(
     gemm: Gemm,
     arrays: Mapping[str, Any],
 ) -> DraftForward | None:
-    """Bind the passes of a draft to its arrays; None: it has no layers."""
+    """Return the passes of a draft, bound to its arrays; None for a draft without layers."""
     return None if caches is None else DraftForward(draft, device, launcher, gemm, arrays, caches)
 
 
@@ -263,11 +266,11 @@ class TreeForward(Protocol):
 
     @property
     def tree_kinds(self) -> tuple[RowKind, ...]:
-        """The kinds of nodes that `tree` tells apart, ANY_ROWS last."""
+        """The row kinds of nodes for which `tree` has launches of its own, ANY_ROWS last."""
         ...
 
     def screenings(self, num_rows: int) -> tuple[bool, ...]:
-        """Return what `is_screened` may be of a tree step of so many rows."""
+        """Return the values that `is_screened` may have for a tree step of `num_rows` rows."""
         ...
 
     def tree(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
@@ -276,7 +279,10 @@ class TreeForward(Protocol):
         ...
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
-        """Take in the path of each tree of so many nodes, whose keys and values are at their positions."""
+        """Update the other caches to the accepted path of each tree of `tree_nodes` nodes.
+
+        Its keys and values are at their positions already.
+        """
         ...
 
 
@@ -287,9 +293,9 @@ def every_shape(
     buckets: tuple[int, ...],
     most: tuple[int, ...],
 ) -> None:
-    """Each forward of steps with a draft once: the target's over trees, the draft's over whatever it sees.
+    """Run each forward of steps with a draft once: the target's over trees, the draft's over all that it sees.
 
-    `most`: the sequences of a step at most, of each shape.
+    `most`: the most sequences of a step, for each shape.
     """
     steps = [(shape, count) for shape, at_most in zip(draft.shapes, most, strict=True)
              for count in captured_counts(at_most)]  # fmt: skip
@@ -316,7 +322,7 @@ def every_shape(
 def every_inner_shape(
     draft: Draft, small: DraftForward, forward: DraftForward | None, buckets: tuple[int, ...]
 ) -> None:
-    """Each forward of the steps of a small model with a draft of its own, `forward`, once."""
+    """Run each forward of the steps of a small model with a draft of its own, `forward`, once."""
     assert draft.inner is not None
     every_shape(draft.inner, small, forward, buckets, (1,))
     if forward is not None:

@@ -1,4 +1,4 @@
-"""The draft of a small model that drafts, on the device: what joins the small model's steps to those of the target.
+"""The draft of a small model that drafts, on the device: kernels that join the small model's steps to the target's.
 
 A small model's speculative steps are those of a target, with the kernels and launches of any draft: `memory.as_target`
 gives its arrays the names that a target's have. A Speculate step with such a draft is
@@ -43,14 +43,15 @@ CHAIN_GOES_ON = KernelSpec("chain_goes_on", "draft/chain.cu", reason="drafting: 
 CHAIN_END = KernelSpec("chain_end", "draft/chain.cu", reason="drafting: a small model's chain as nodes to verify")
 _THREADS = 256
 Loop = Callable[[Callable[[], None], Callable[[np.uint64], None], int], None]
-"""Launches a body as long as a kernel wants it, at most so many times: `driver.graphs.Graphs.loop`."""
+"""The type of `driver.graphs.Graphs.loop`: it launches a body until a kernel ends the loop, at most so many times."""
 
 
 @dataclass(frozen=True)
 class ChainKernels:
     """The kernels of `kernels_cu/draft/chain.cu`; `arrays` are the target's, `inner` those of `as_target`.
 
-    `num_rows`: of the small model's pass that a chain begins behind. `position_offset`: of the inner draft.
+    `num_rows`: the rows of the small model's pass after which a chain begins. `position_offset`: that of the inner
+    draft, as in `TreeKernels`.
     """
 
     launch: Launcher
@@ -67,7 +68,7 @@ class ChainKernels:
     def begin(self, num_rows: int, length: int) -> None:
         """Set up the inner draft's rows for those of the small model's last pass, and begin a chain of this length.
 
-        0: there is none, and the newest row is left for the next pass, which runs it again.
+        With length 0 no chain begins, and the newest row is left out, because the next pass runs it again.
         """
         a, inner, width = self.arrays, self.inner, self._width
         hidden = inner["hidden"][: num_rows + 1] if width else None
@@ -84,7 +85,7 @@ class ChainKernels:
         self.launch(CHAIN_GOES_ON, {}, 1, 1, self.inner["slot_states"], self.arrays["draft_tree"], handle)
 
     def end(self, shape: TreeShape) -> None:
-        """Set up the target's rows for the chain; the inner draft has not seen it."""
+        """Set up the target's rows for the chain. The inner draft then counts as not having seen the chain."""
         a, inner = self.arrays, self.inner
         carry, kept = self._carry
         sizes = (a["history"].shape[1], shape.tree_size, self._width)
@@ -99,15 +100,15 @@ class ChainKernels:
 
     @property
     def _width(self) -> int:
-        """Columns of the small model's states that its draft reads."""
+        """Columns of the small model's states that its draft reads; 0 if it reads none."""
         return int(self.inner["hidden"].shape[1]) if "hidden" in self.inner else 0
 
 
 class InnerSteps:
-    """The draft of a small model that drafts: its launches between those of the small model.
+    """The launches of the draft of a small model that drafts, between those of the small model.
 
-    `parts` are those of a draft whose target is the small model, and `arrays` has everything under the names that such
-    a target has.
+    `parts` are those of a draft whose target is the small model, and `arrays` has all arrays under the names that such
+    a target's have (`as_target`).
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class InnerSteps:
         return cls(parts, small, kernels, own, loop)
 
     def modules(self) -> tuple[Module, ...]:
-        """Return the kernels that are launched beside the forwards."""
+        """Return the modules of the kernels that are launched beside the forwards."""
         return (*self.parts.modules(), (CHAIN_BEGIN.file, {}))
 
     def load(self) -> None:
@@ -152,25 +153,25 @@ class InnerSteps:
         self._kernels.load()
 
     def clear(self, clear: Callable[[Mapping[str, Any]], None]) -> None:
-        """Clear the arrays as those of any draft, on the current stream; no slot has a chain yet."""
+        """Clear the arrays with `clear`, as for any draft, on the current stream, and mark slots as without a chain."""
         clear(self._arrays)
         fill(self._arrays["slot_states"], 1)  # all have finished
 
     def admitted(self, slot: int) -> None:
-        """Nothing of the slot's new sequence is there yet; on the current stream."""
+        """Note, on the current stream, that the draft has seen nothing of the slot's new sequence."""
         self._arrays["carry_counts"][slot : slot + 1].fill(0)
 
     def chunk(self, num_rows: int) -> None:
-        """Show the draft the chunk of a prompt that the small model has just run."""
+        """Run the draft over the chunk of a prompt that the small model has just run."""
         if self.parts.forward is not None:
             after_chunk(self._ops, num_rows)
 
     def catch_up(self) -> None:
-        """Show the draft the tokens, but for the newest, that the small model has caught up with."""
+        """Run the draft over the tokens that the small model has caught up with, except for the newest."""
         self._see(MAX_WAITING, 0)
 
     def chain(self, shape: TreeShape) -> None:
-        """Draft a chain behind the rows that the small model has just run, and set up the target's rows for it."""
+        """Draft a chain after the rows that the small model has just run, and set up the target's rows for it."""
         length = shape.tree_depth
         self._see(self._kernels.num_rows, length)
         if length > 1:
@@ -178,7 +179,7 @@ class InnerSteps:
         self._kernels.end(shape)
 
     def passes(self, length: int) -> None:
-        """Run the passes of a chain of which the draft knows every token."""
+        """Run, for timing, the passes of a chain all of whose tokens the inner draft guesses."""
         if self.parts.forward is not None:
             self.parts.forward.see(self._kernels.num_rows)
         for _ in range(ceil((length - 1) / self._shape.max_emitted)):

@@ -66,15 +66,18 @@ TREE_KERNELS = (
 )  # fmt: skip
 _ROW = ("token_ids", "positions", "slots", "locations")
 TARGET_ROWS = (*_ROW, "tree_masks", "tree_base")
-"""The target's rows of a tree by name, as kernels take them."""
+"""The names of the arrays of a tree's rows in the target, in the order in which kernels take them."""
 _COPY_THREADS, ROW_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 512, 1024, 1024
 _BEGIN_THREADS, _MOST_BEGIN_BLOCKS = 1024, 4
 _MOST_MOVED = 3
-"""Caches that `accept` moves rows of, at most; all have the shape of the first."""
+"""The most caches whose rows `accept` moves; all have the shape of the first."""
 
 
 def tree_modules(config: ModelConfig, device: Device, draft_vocab: int) -> tuple[Module, ...]:
-    """What `TreeKernels` launches; `draft_vocab`: rows of the draft's head, or of a part of it; 0 for prompt lookup."""
+    """Return the modules that `TreeKernels` launches.
+
+    `draft_vocab`: the rows of the draft's head, or of a part of it; 0 for prompt lookup.
+    """
     portable = int(device.is_portable)
     head = ((DRAFT_TOP_K.file, {"VOCAB": draft_vocab, "PORTABLE": portable}),) if draft_vocab else ()
     constants = {"VOCAB": config.vocab_size, "PORTABLE": portable}
@@ -106,7 +109,7 @@ class DraftState:
     token_ids: DeviceArray
     tree_logprobs: DeviceArray
     token_counts: DeviceArray | None = None
-    """None: of a small model that drafts, whose tokens nobody counts."""
+    """None for a small model that drafts: its tokens are not counted."""
     carry_hidden: DeviceArray | None = None
     """The target's states of the tokens that wait; None where the draft reads none."""
 
@@ -116,7 +119,7 @@ class DraftState:
         return cls(**{field.name: arrays[field.name] for field in fields(cls) if field.name in arrays})
 
     def carry_for(self, hidden: DeviceArray | None) -> DeviceArray | None:
-        """Return the states that wait, if the launch is given rows `hidden` that belong to them."""
+        """Return `carry_hidden` if the launch also takes rows `hidden` of states, else None."""
         return None if hidden is None else self.carry_hidden
 
 
@@ -154,7 +157,7 @@ class TreeKernels:
         self._target_rows = tuple(arrays[name] for name in TARGET_ROWS)
 
     def modules(self) -> tuple[Module, ...]:
-        """Return what is launched."""
+        """Return the modules of all kernels launched here."""
         return tuple(self._modules.items())
 
     def load(self) -> None:
@@ -166,9 +169,9 @@ class TreeKernels:
     def speculate_begin(self, num_rows: int, hidden: DeviceArray | None = None, num_trees: int = 1) -> None:
         """Look at the next command, a Speculate; set up `num_rows` draft rows of each of its sequences (0: none).
 
-        They are the positions that the draft has not seen, in order, the newest in the last row; rows at the front
-        that are too many are padding (slot -1). Of more than `num_rows` the oldest are left out. `hidden` [num_rows *
-        num_trees, carry width]: becomes the target's hidden states that belong to them; None where the draft reads
+        The rows are the positions that the draft has not seen, in order, the newest in the last row. With fewer
+        positions the first rows are padding (slot -1), with more the oldest positions are left out. `hidden`
+        [num_rows * num_trees, carry width] gets the target's hidden states of the rows; None where the draft reads
         none. A tree without a sequence has only padding.
         """
         self._pending(SPECULATE, num_rows, hidden, num_trees)
@@ -178,7 +181,7 @@ class TreeKernels:
         self._pending(CATCH_UP, num_rows, hidden, 1)
 
     def catch_up_end(self) -> None:
-        """Count the CatchUp command and answer it. All but the newest row have been seen then."""
+        """Count the CatchUp command and answer it. The draft then counts as having seen all rows but the newest."""
         s = self._state
         self._start(
             CATCH_UP_END, 1, _COPY_THREADS, s.carry_hidden, s.carry_counts, self._results, s.step_context,
@@ -186,7 +189,7 @@ class TreeKernels:
         )  # fmt: skip
 
     def top_k(self, logits: DeviceArray, k: int, token_map: DeviceArray | None = None, first_row: int = 0) -> None:
-        """The best `k` of each row of float32 logits [T, draft_vocab], row t being draft row first_row + t.
+        """Take the best `k` tokens of each row of float32 logits [T, draft_vocab], row t being draft row first_row + t.
 
         `token_map` int32 [draft_vocab]: the token of each row of the draft's head; None: the same number.
         """
@@ -203,8 +206,8 @@ class TreeKernels:
         """Take the candidates of pass depth - 1 and set up `top_k` draft rows of each tree for pass `depth` (from 1
         on).
 
-        `hidden` [num_trees * top_k, width]: becomes, for each row, the row of `outputs` that it follows. `outputs`:
-        what the draft gave for the rows of the pass before; for depth 1 the one row of each newest position. Both None
+        `outputs`: the draft's outputs for the rows of the pass before; for depth 1 the one row of each newest position.
+        `hidden` [num_trees * top_k, width] gets, for each new row, the row of `outputs` that it follows. Both are None
         where the draft reads no hidden state.
         """
         s = self._state
@@ -246,8 +249,8 @@ class TreeKernels:
         )  # fmt: skip
 
     def sample_tree(self, logits: DeviceArray, num_trees: int = 1) -> None:
-        """A token after every node from float32 logits [num_trees * num_nodes, V]; log-probabilities if the request
-        wants some."""
+        """Sample a token after every node from float32 logits [num_trees * num_nodes, V], with log-probabilities if the
+        request wants some."""
         s, num_rows = self._state, logits.shape[0]
         self._start(
             SAMPLE_TREE, (self._blocks_per_row, num_rows), ROW_THREADS, s.draft_tree,
@@ -262,7 +265,7 @@ class TreeKernels:
         )
 
     def sample_masked_tree(self, logits: DeviceArray, ring: TreeRing) -> None:
-        """Sample as `sample_tree` does, each node with what the host says of it, or will say."""
+        """Sample as `sample_tree` does, each node under its mask, which the kernel waits for the host to write."""
         s, masks = self._state, ring.masks
         self._start(
             SAMPLE_MASKED_TREE, (self._blocks_per_row, logits.shape[0]), ROW_THREADS, s.draft_tree,
@@ -276,7 +279,7 @@ class TreeKernels:
         """Accept the longest path of each tree: state, history, result, the target's KV pages; count the command.
 
         `hidden` [num_trees * num_nodes, carry width]: the target's hidden states of the nodes, or None where the draft
-        reads none. With `forced` a deepest path counts as accepted, cut to that many tokens in the mean (for timing).
+        reads none. With `forced` a deepest path counts as accepted, cut to that many tokens on average (for timing).
         """
         s = self._state
         moved = self._moved
@@ -294,8 +297,8 @@ class TreeKernels:
     def prefill_rows(self, bucket: int, states: DeviceArray | None = None) -> None:
         """Set up the draft's rows of a prefill chunk after the target's layers have run over it, `draft_chunk` too.
 
-        `states` [bucket + 1, carry width]: the target's hidden state of the chunk's row i in row i + 1; row 0 becomes
-        what the chunk before left. So row i is what the draft's row i reads. The chunk's last row is kept.
+        `states` [bucket + 1, carry width] has the target's hidden state of the chunk's row i in row i + 1; row 0 gets
+        the state that the chunk before has left. So the draft's row i reads row i. The chunk's last state is kept.
         """
         s = self._state
         rows = (s.draft_token_ids, s.draft_positions, s.draft_slots, s.draft_chunk)
@@ -305,9 +308,9 @@ class TreeKernels:
         )  # fmt: skip
 
     def carry_rows(self, num_rows: int, hidden: DeviceArray | None = None) -> None:
-        """After a Decode step: append each row of `hidden` [num_rows, carry width] to what the draft has not seen.
+        """After a Decode step, append each row of `hidden` [num_rows, carry width] to the states the draft has to see.
 
-        A slot that has MAX_NODES already forgets them: let it catch up before.
+        A slot that has MAX_NODES such rows already loses them, so its draft has to catch up before.
         """
         s = self._state
         carry = (s.carry_for(hidden), s.carry_counts)
@@ -329,7 +332,7 @@ class TreeKernels:
 
 
 def _of_trees(blocks: int, num_trees: int) -> int | tuple[int, int]:
-    """Return the grid of a kernel with so many blocks for each tree."""
+    """Return the grid of a kernel with `blocks` blocks for each tree."""
     return blocks if num_trees == 1 else (blocks, num_trees)
 
 
@@ -338,5 +341,5 @@ def _width(rows: DeviceArray | None) -> int:
 
 
 def _copy_blocks(num_rows: int, hidden: DeviceArray | None, threads: int = _COPY_THREADS) -> int:
-    """Blocks that copy rows of `hidden`, 16 bytes a thread; one where there is nothing to copy."""
+    """Return how many blocks copy rows of `hidden`, 16 bytes a thread; one where there is nothing to copy."""
     return max(1, -(-num_rows * _width(hidden) // 8 // threads))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftParts:
-    """The kernels and passes of a draft. `forward` None: the text is looked up; `blocks`: of a draft of blocks."""
+    """The kernels and passes of a draft. `forward` is None for prompt lookup, `blocks` for all but DSpark drafts."""
 
     draft: Draft
     kernels: TreeKernels
@@ -62,7 +62,7 @@ class DraftParts:
         return cls(draft, kernels, forward, blocks)
 
     def modules(self) -> tuple[Module, ...]:
-        """Return the kernels that are launched beside the forwards."""
+        """Return the modules of the kernels that are launched beside the forwards."""
         return (*self.kernels.modules(), *block_modules(self.draft))
 
     def load(self) -> None:
@@ -72,7 +72,10 @@ class DraftParts:
             self.blocks.load()
 
     def step(self, ops: DraftLaunches, shape: TreeShape, num_waiting: int | None = None) -> Callable[[], None]:
-        """Return what launches a speculative step of this shape, which begins with a pass over `num_waiting` rows."""
+        """Return a function that launches a speculative step of this shape.
+
+        The step begins with a pass over `num_waiting` rows, or `waiting_rows` if None.
+        """
         rows, block_rows = num_waiting or waiting_rows(self.draft), self.draft.block_rows
         if self.forward is None:
             rows = 0
@@ -95,10 +98,10 @@ class DraftParts:
 class DraftLaunches:
     """The operations of the drafting procedure as launches (`speculation.procedure.BlockOps`, `ChainOps`).
 
-    Which slots they are about, at most `num_trees`, the kernels read from the command of the step; rows are counted for
-    one of them. `inner`: of a small model that has a draft of its own. With `ring` nodes have masks: the host is told
-    the tree, and looks at it while the target runs. `kind`: of all nodes, as `Rows` has it. `is_screened`: the target's
-    head is, as in `TreeForward.tree`.
+    The kernels read the step's slots, at most `num_trees`, from its command; the operations' numbers of rows are those
+    of one slot. `inner`: the launches of a small model's own draft. With `ring` nodes have masks: the device reports
+    the tree, and the host finds the masks while the target runs. `kind`: that of all nodes (`Rows.kind`).
+    `is_screened`: whether the target's head is screened, as in `TreeForward.tree`.
     """
 
     def __init__(
@@ -197,7 +200,7 @@ class DraftLaunches:
         self._kernels.catch_up_end()
 
     def chunk_begin(self, num_rows: int) -> None:
-        # The chunk's states stand behind the row that the chunk before has left.
+        # One row more than the chunk has: row 0 is for the state that the chunk before has left.
         self._kernels.prefill_rows(num_rows, self._hidden(num_rows + 1))
 
     def chunk(self, num_rows: int) -> None:
@@ -209,9 +212,9 @@ class DraftLaunches:
         self._kernels.carry_rows(num_rows, self._hidden(num_rows))
 
     def _of_all(self, rows: slice) -> slice:
-        """The rows of all trees: those of a pass over what waits lie side by side, so that the newest come last."""
+        """Return the rows of all trees. A pass over waiting tokens interleaves trees: their newest rows come last."""
         return slice(rows.start * self._num_trees, rows.stop * self._num_trees)
 
     def _hidden(self, num_rows: int) -> DeviceArray | None:
-        """The target's states that the draft reads; None where it reads none."""
+        """Return the target's states that the draft reads; None where it reads none."""
         return self._hidden_states[:num_rows] if self._hidden_states is not None else None

@@ -1,4 +1,4 @@
-"""What drafting, verifying and accepting need in the arena beside the forwards' own buffers. Pure sizes."""
+"""Sizes of the buffers for drafting, verifying and accepting, in the arena beside the forwards' own buffers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SHARED = ("block_tables", "capacities", "history", "step_context", "tree_logpro
 _ROWS = {name: f"draft_{name}" for name in ("token_ids", "positions", "slots", "locations", "chunk")} | {
     "tree_masks": "draft_masks", "tree_base": "draft_base",
 }  # fmt: skip
-"""Of a target's rows by name: the array that has those of a small model."""
+"""The names of the arrays of a target's rows, each with the name of the array that has a small model's rows."""
 
 
 def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width: int) -> tuple[BufferSpec, ...]:
-    """Buffers that live as long as the executor.
+    """Return the buffers of trees, of the draft's rows and of carried states; they live as long as the executor.
 
-    `max_rows`: of a prefill chunk. `carry_width`: elements of a row of the target's hidden state that the draft reads;
-    0 for a draft that reads none.
+    `max_rows`: the rows of a prefill chunk. `carry_width`: elements of a row of the target's hidden state that the
+    draft reads; 0 for a draft that reads none.
     """
     carry = (BufferSpec("carry_hidden", (max_sequences, MAX_NODES, carry_width), EMBED, HEAD),) if carry_width else ()
     return (
@@ -52,14 +52,14 @@ def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width
 
 
 def chain_tables(max_sequences: int, carry_width: int) -> tuple[BufferSpec, ...]:
-    """Buffers of a small model's chains, as `tree_tables`: the state of each slot's, and the row of the small model's
-    states that its draft goes on from in the next step."""
+    """Return the buffers of a small model's chains, which live as long as the executor: the state of each slot's chain,
+    and the row of the small model's states from which its draft goes on in the next step."""
     states = lasting_buffer("slot_states", np.uint8, max_sequences, SLOT_STATE.itemsize)
     return (states, BufferSpec("carry_kept", (carry_width,), EMBED, HEAD)) if carry_width else (states,)
 
 
 def is_inner(spec: BufferSpec) -> bool:
-    """Tell whether an inner draft has a buffer of its own for this one of a draft's."""
+    """Tell whether an inner draft has its own copy of this buffer of a draft."""
     return spec.name not in _SHARED and spec.name not in _ROWS
 
 

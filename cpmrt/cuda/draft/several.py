@@ -1,4 +1,4 @@
-"""How many sequences a speculative step has: at most so many of each tree shape, and some numbers that are captured."""
+"""How many sequences a speculative step may have: the most for each tree shape, and the numbers that are captured."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ALONE: dict[str, Callable[[Draft, CacheLayout], bool]] = {
     "a small model with a draft of its own: its chain is a loop of steps": lambda draft, _: draft.inner is not None,
     "recurrent states: the rows of a step are one chain": lambda _, caches: "lightning_chain" in caches.specs,
 }
-"""Why a step has one sequence only."""
+"""Reasons for a step to have one sequence only, each with a function that says whether it applies."""
 _LATE_ROWS = 16
-"""Tokens that a short run of certain ones and the draft steps around it leave waiting."""
+"""Tokens that wait for the draft after a short run of certain tokens and the draft steps around it."""
 
 
 def most_sequences(draft: Draft, caches: CacheLayout) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ def captured_counts(most: int) -> tuple[int, ...]:
 
 
 def captured_count(num_sequences: int, most: int) -> int:
-    """Return for how many sequences the step is captured that so many take."""
+    """Return the number of sequences of the captured step that `num_sequences` sequences take."""
     counts = captured_counts(most)
     return counts[bisect_left(counts, num_sequences)]
 
@@ -49,11 +49,11 @@ def _most_rows(draft: Draft, shape: TreeShape) -> int:
 
 
 def waiting_rows(draft: Draft) -> int:
-    """Tokens that the draft has not seen when a speculative step begins, at most: what a step before may have given."""
+    """Return how many tokens usually wait when a speculative step begins, at most: those of one step before it."""
     return max(shape.max_emitted for shape in draft.shapes)
 
 
 def late_rows(draft: Draft) -> int:
-    """Rows of the pass over what waits that a step under a form begins with where more waits than `waiting_rows`: a
-    plain step has brought certain tokens. A draft with an inner one catches up instead."""
+    """Return the rows of the first pass, over waiting tokens, of a step under a form before which more tokens wait than
+    `waiting_rows`, since a plain step has brought certain tokens. A draft with an inner draft catches up instead."""
     return waiting_rows(draft) if draft.inner else max(_LATE_ROWS, waiting_rows(draft))

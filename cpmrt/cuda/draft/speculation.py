@@ -60,16 +60,16 @@ class Speculation:
         self._several_ops = partial(DraftLaunches, *operands)
         self._waiting = Waiting()
         self.most = most_sequences(draft, plan.caches)
-        """The sequences of a step at most, of each shape."""
+        """The most sequences of a step, for each shape."""
         self._max_emitted = tuple(shape.max_emitted for shape in draft.shapes)
         self._vocab_size = config.vocab_size
         self._masked_ring: TreeRing | None = None
-        """Of steps with masks, made for the first one."""
+        """The trees and masks of steps with masks, made when the first such step starts."""
         self._captured = set[tuple[int, int]]()
-        """Of these the shapes and the rows that the draft's first pass has."""
+        """The captured steps with masks: the number of the shape and the rows of the draft's first pass."""
 
     def modules(self) -> tuple[Module, ...]:
-        """Return the kernels that are launched beside the forwards."""
+        """Return the modules of the kernels that are launched beside the forwards."""
         return (*self._parts.modules(), *(self._inner.modules() if self._inner else ()))
 
     def every_shape(self, buckets: tuple[int, ...]) -> None:
@@ -85,9 +85,9 @@ class Speculation:
             self._inner.load()
 
     def launches(self, buckets: tuple[int, ...]) -> dict[Hashable, Callable[[], None]]:
-        """Return by name of its graph what the draft does of its own accord: the speculative step of each shape for
-        each number of sequences and kind of nodes, with the target's head screened too where it can be, the draft's
-        pass over a chunk of each bucket, catching up."""
+        """Return the launches of each graph of the draft by its name: the speculative step of each shape for each
+        number of sequences and kind of nodes, also with the target's head screened where it can be, the draft's pass
+        over a chunk of each bucket, and catching up."""
         found: dict[Hashable, Callable[[], None]] = {}
         for number, count, kind, is_screened in self._steps():
             ops = self._several_ops(num_trees=count, kind=kind, is_screened=is_screened)
@@ -98,7 +98,7 @@ class Speculation:
         return found
 
     def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...], loop_end: Callable[..., None]) -> None:
-        """Capture the `launches`; `loop_end` is that of `StepKernels`. The first row of a tree is its root.
+        """Capture the `launches`; `loop_end` is that of `StepKernels`, which of a single tree looks at its root, row 0.
 
         A step with an inner draft, which has a loop of its own, is always a launch of its own.
         """
@@ -135,7 +135,7 @@ class Speculation:
         fill_tables(tables, a, self._launcher.modules.dtype)
 
     def admitted(self, slot: int) -> None:
-        """Nothing of the slot's new sequence is there yet."""
+        """Note that the draft has seen nothing of the slot's new sequence, of which no token waits yet."""
         self._waiting.admitted(slot)
         if self._inner is not None:
             with self._launcher.stream:
@@ -148,7 +148,7 @@ class Speculation:
             self._waiting.prefilled(slot)
 
     def after_decode(self, num_rows: int) -> None:
-        """Launch the end of a decode step, whose hidden states are the draft's to see."""
+        """Launch the end of a decode step, which keeps the step's hidden states for the draft."""
         if self._forward is not None:
             self._ops.carry(num_rows)
 
@@ -163,8 +163,8 @@ class Speculation:
     def speculate(
         self, graphs: Graphs, step: Speculate, num_logprobs: tuple[int, ...], kind: RowKind, *, may_screen: bool
     ) -> Answer:
-        """Start a step. `num_logprobs`: what each of its sequences asked for. `kind`: of its nodes, one of the target's
-        `tree_kinds`. `may_screen`: whether few tokens can be chosen, as `can_screen` has it."""
+        """Start a step. `num_logprobs`: how many log-probabilities each of its sequences asked for. `kind`: that of its
+        nodes, one of the target's `tree_kinds`. `may_screen`: whether `can_screen` is true for all of its sequences."""
         first_rows = self._first_rows(step)
         for slot in step.slots:
             if self._forward is not None and self._waiting.before_speculation(slot, first_rows):
@@ -192,7 +192,7 @@ class Speculation:
             self._masked_ring.close()
 
     def _first_rows(self, step: Speculate) -> int:
-        """Return the rows of each slot in the pass over what waits that a step begins with."""
+        """Return how many rows each slot has in the pass over waiting tokens that a step begins with."""
         few = waiting_rows(self._draft)
         if step.masks is None or self._forward is None or self._waiting.of(step.slots[0]) <= few:
             return few
@@ -202,8 +202,8 @@ class Speculation:
         self, graphs: Graphs, shape: int, num_rows: int, kind: RowKind, masks: TreeMasks
     ) -> MaskedTree:
         """Start a step under masks. The first one captures the graphs of all shapes and kinds: later ones may be
-        submitted while a tree waits for its masks, and a capture might wait for the device. Where more tokens wait
-        nothing is in flight: such a step's graphs are captured when one is first needed."""
+        submitted while a tree waits for its masks, and a capture might wait for the device. The graphs for more waiting
+        tokens than usual are captured when first needed, because nothing is in flight then."""
         ring = self._masked_ring = self._masked_ring or TreeRing(self._vocab_size)
         few = waiting_rows(self._draft)
         for number in range(len(self._draft.shapes)):
@@ -228,7 +228,7 @@ class Speculation:
     def pass_seconds(self, shape: int) -> tuple[float, float]:
         """Time the draft's passes and the target's of a step of this shape, over the rows that the last step left.
 
-        That was a greedy step, and so the head is screened where it can be; nobody reads that count.
+        The last step was greedy, so the head is screened where it can be; its count of exact tokens is not read.
         """
         tree, stream = self._draft.shapes[shape], self._launcher.stream
         is_screened = True in self._target.screenings(tree.num_nodes)
@@ -248,12 +248,12 @@ class Speculation:
 
 
 def _clear(arrays: Mapping[str, Any]) -> None:
-    """Clear what the kernels of a draft expect to be clear, on the current stream."""
+    """Clear the arrays that the kernels of a draft expect to be clear, on the current stream."""
     for spec in tree_tables(1, 1, 1, 1):
         if spec.name in arrays:
             arrays[spec.name].fill(0)
     fill(arrays["draft_slots"], -1)
-    # A window may leave out some keys of a page only, with weight 0: they must be numbers.
+    # A window may leave out some keys of a page by giving them weight 0, so even unwritten keys must not be NaN.
     scratch = (f"{SCRATCH}{name}" for name in ("attention_arrivals", "packed_arrivals", "packed_counter"))
     for name in ("draft.k_pages", "draft.v_pages", *scratch):
         if name in arrays:

@@ -1,4 +1,4 @@
-"""What the kernels of a speculative step leave for each other, as `kernels_cu/include/draft_tree.cuh` has it."""
+"""The struct that the kernels of a speculative step share, as `kernels_cu/include/draft_tree.cuh` declares it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cpmrt.cuda.step.structs import struct
 
 MAX_TOP_K = 32
 MAX_TREES = 8
-"""Sequences of a speculative step."""
+"""The most sequences of a speculative step."""
 
 DRAFT_TREE = struct(
     16,

@@ -1,4 +1,4 @@
-"""Arrays on the device: the part of CuPy's that this package uses, as a type, and tensor maps of them.
+"""The type of arrays on the device, which is the part of CuPy's that this package uses, and tensor maps of them.
 
 A tensor map tells the copy engine of sm_90 how to find boxes of a matrix in memory and how to lay them out in shared
 memory.
@@ -53,11 +53,11 @@ class DeviceArray(Protocol):
 
 
 KernelArgument = DeviceArray | np.generic | None
-"""What a kernel takes: an array, a scalar of the parameter's exact type (np.void for a struct), or a null pointer."""
+"""An argument of a kernel: an array, a scalar of the parameter's exact type (np.void: a struct), or a null pointer."""
 
 
 def row_boxes(matrix: DeviceArray, box_rows: int, box_columns: int) -> np.void:
-    """The tensor map of an array [..., columns] of 16-bit words, taken as a matrix, in boxes of such a size.
+    """Return the tensor map of an array [..., columns] of 16-bit words, taken as a matrix, in boxes of this size.
 
     The array is contiguous and begins at a multiple of 16 bytes. Rows of a box have 64 or 128 bytes, whose 16-byte
     chunks are permuted over that width in shared memory. A kernel takes the map by value; it is right as long as the

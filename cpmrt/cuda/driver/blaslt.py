@@ -22,12 +22,12 @@ _FLOAT32, _COMPUTE_FLOAT32 = 0, 68
 _TRANSPOSE_A, _TRANSPOSED = 3, 1
 _MAX_WORKSPACE, _REDUCTION_MASK, _MIN_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 _NO_REDUCTION = 0
-"""The sum over K is not split: how it is would follow from the number of rows."""
+"""Allows no split of the sum over K: the split, and with it a row's bits, would depend on the number of rows."""
 _ALIGNMENT = 16
 _NUM_SUGGESTED = 8
 _SUGGESTED_INNER = 4096
 """Algorithms are asked for as if a sum were no longer than this. For few rows and longer sums the library counts on
-split sums, and without them suggests tiles that leave half of the device idle (measured: 80 for 45 us)."""
+split sums, and without them suggests tiles that leave half of the device idle (measured: 80 us instead of 45 us)."""
 
 _READY_WORKSPACE = 32 << 20
 
@@ -37,7 +37,7 @@ class CublasLtError(CpmrtError):
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: an algorithm and what it needs."""
+    """cublasLtMatmulHeuristicResult_t: an algorithm and the workspace that it needs."""
 
     _fields_ = (
         ("words", c_uint64 * 8),
@@ -50,7 +50,7 @@ class Algorithm(ctypes.Structure):
 
 @dataclass(eq=False)
 class MatmulPlan:
-    """A product of one shape: descriptors, and the first algorithm among the library's suggestions that is taken.
+    """A product of one shape: its descriptors, and the first algorithm suggested by the library that the caller takes.
 
     Rows of Y are `stride` elements apart. Another algorithm may be some percent faster alone, but a prefill runs at the
     power limit, where all take the same time.
@@ -89,7 +89,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def make_ready() -> None:
-    """Have the library read what it chooses algorithms by, which it does once a process, for the current context.
+    """Make the library read the data by which it chooses algorithms, which it does once a process, for this context.
 
     The first choice takes it 0.1 s, and the first one for a long sum another 10 ms (measured on an H200 with cuBLASLt
     13). Raises CublasLtError.
@@ -100,7 +100,7 @@ def make_ready() -> None:
 
 
 class CublasLt:
-    """A handle and the plans made with it, for one stream at a time: they share the workspace.
+    """A cuBLASLt handle and the plans made with it, for one stream at a time, because the plans share the workspace.
 
     `workspace` is the device address of `workspace_bytes` bytes, 256-byte aligned. Needs a current CUDA context.
     `matmul` neither allocates nor waits, so it may be captured; `plan` comes before a capture. `close()` destroys
@@ -241,7 +241,7 @@ class CublasLt:
 
 
 def _declare(library: ctypes.CDLL) -> None:
-    """Argument types of every function that is called: ctypes would pass wide integers as 32 bits."""
+    """Set the argument types of every function that is called: ctypes would pass wide integers as 32 bits."""
     pointer, sized = c_void_p, [c_void_p, c_int, c_void_p, c_size_t]
     destroyers = ("Destroy", "MatmulDescDestroy", "MatrixLayoutDestroy", "MatmulPreferenceDestroy")
     signatures = {name: [pointer] for name in ("Create", "MatmulPreferenceCreate", *destroyers)} | {

@@ -1,4 +1,4 @@
-"""Begins what takes the device long and needs no model, beside imports and the reading of a model's files."""
+"""Starts the slow setup of the device that needs no model in a thread, while modules and a model's files are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from threading import Thread
 def begin_context() -> None:
     """Have a thread create the primary context of the first GPU, which CuPy uses too, and make cuBLASLt ready there.
 
-    Both take some tenths of a second, without Python's lock. What goes wrong is told where the device is opened.
+    Both take some tenths of a second, without Python's lock. Failures are ignored here: `open_device` reports them.
     """
     Thread(target=_create, name="cpmrt-context").start()
 
@@ -27,7 +27,7 @@ def _create() -> None:
 
 
 def _make_library_ready() -> None:
-    # The driver is at work already: whatever is imported now does not hold it up.
+    # Imported only now, when the driver is at work already, so that the import does not hold it up.
     from cpmrt.cuda.driver.blaslt import CublasLtError, make_ready
 
     with suppress(CublasLtError):

@@ -21,7 +21,8 @@ from cpmrt.memory.host_memory import available_bytes
 
 MIN_CAPABILITY = 80
 _PORTABLE_CAPABILITY, _PORTABLE_SHARED_BYTES = 86, 101376
-"""The least that sm_80 to sm_89 have: what fits there runs on all of them."""
+"""Compute capability of the portable path, and its bytes of shared memory a block: the least that sm_80 to sm_89 have,
+so that kernels that fit run on all of them."""
 
 
 _OVER_HALF_BYTES = 1024
@@ -35,9 +36,10 @@ _FIRST = 0
 class Device:
     """One GPU. Sizes in bytes; `driver_version` is the newest CUDA version that the driver knows, such as (13, 0).
 
-    `capability` is the compute capability whose features the kernels use, as 90: that of `arch`, but on the portable
-    path less. `num_sms`: multiprocessors that this process may use. `whole_clusters`: clusters of eight blocks that
-    can run at once, a block to a multiprocessor; boards of one kind differ in it. `has_wide_clusters`: of sixteen.
+    `capability` is the compute capability whose features the kernels use, such as 90: that of `arch`, or less on the
+    portable path. `num_sms`: multiprocessors that this process may use. `whole_clusters`: how many clusters of eight
+    blocks can run at once, a block to a multiprocessor; boards of one kind differ in it. `has_wide_clusters`: whether
+    clusters of sixteen blocks can run.
     """
 
     index: int
@@ -60,11 +62,14 @@ class Device:
 
     @property
     def lone_block_bytes(self) -> int:
-        """Return the least shared memory of a block beside which a multiprocessor holds no other one like it."""
+        """The fewest bytes of shared memory of which each multiprocessor has room for one block only."""
         return self.shared_bytes_per_block // 2 + _OVER_HALF_BYTES
 
     def free_bytes(self) -> int:
-        """Return what can be allocated now. Where CPU and GPU share memory, the driver counts page cache as used."""
+        """Return the bytes that can be allocated now.
+
+        Where CPU and GPU share memory the host is asked, because the driver counts page cache as used.
+        """
         import cupy
 
         if self.is_unified:
@@ -147,9 +152,10 @@ _stand_in: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _import_cupy() -> ModuleType:
-    """Import CuPy. It creates its cache folder on import and fails where it cannot, as in a read-only home.
+    """Import CuPy, with a temporary cache folder where its own cannot be written, as in a read-only home.
 
-    Raises NoDeviceError; CuPy is named only where there is a driver that it could use.
+    CuPy creates the folder on import and fails if it cannot. Raises NoDeviceError, which names the driver if that is
+    missing, else CuPy.
     """
     if "cupy" not in sys.modules and not _can_write(env.cupy_cache_dir()):
         _stand_in.append(tempfile.TemporaryDirectory(prefix="cpmrt-cupy-"))

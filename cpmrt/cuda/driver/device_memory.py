@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class DeviceBuffer:
     """`nbytes` of the device's memory, from `pointer` on. `close()` frees them; no array may be used then.
 
-    Freeing waits for the device. Were it left to a collection of garbage, that could come while the device waits for a
-    mask which the collecting thread has to write. What nobody has closed is freed with the buffer nevertheless.
+    Freeing waits for the device. A garbage collection should not do it, because it may run while the device waits for a
+    mask that the collecting thread has to write. Still, a buffer that nobody has closed is freed when it is collected.
     """
 
     def __init__(self, nbytes: int):

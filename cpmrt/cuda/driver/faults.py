@@ -1,4 +1,4 @@
-"""Failures of the driver's and the runtime's calls, and what they mean to the user."""
+"""Turns failures of the driver's and the runtime's calls into errors that tell the user what to do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def device_faults() -> Iterator[None]:
 
 
 def device_fault(error: Exception) -> CpmrtError:
-    """Return what a CUDARuntimeError or CUDADriverError means to the user."""
+    """Return the error to raise for a CUDARuntimeError or CUDADriverError: MemoryPlanError or DeviceError."""
     if getattr(error, "status", None) == OUT_OF_MEMORY:
         return MemoryPlanError(
             "the GPU has less free memory than was planned for",
@@ -37,7 +37,10 @@ def device_fault(error: Exception) -> CpmrtError:
 
 
 def checked(answer: Sequence[Any]) -> Any:
-    """Return the value that a call of the driver's bindings gave behind its status, if any. Raises CUDARuntimeError."""
+    """Return the value that follows the status in the answer of the driver's bindings, if any.
+
+    Raises CUDARuntimeError for a status other than success.
+    """
     if int(answer[0]):
         from cupy.cuda.runtime import CUDARuntimeError
 

@@ -1,4 +1,4 @@
-"""Step shapes captured as CUDA graphs: once each, replayed for ever, several steps a launch where that is wanted."""
+"""Captures each step shape once as a CUDA graph and replays it, several steps a launch where that is wanted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cupy.cuda import Stream
 
 _MOST_STEPS_PER_PASS = 4
-"""A WHILE node needs about 5 us to pass its body once more."""
+"""The most steps in the body of a WHILE node, which needs about 5 us between two passes of its body."""
 _FIRST_WITH_LOOPS = (12, 4)
 """The first version of CUDA with WHILE nodes and capture into their bodies."""
 
@@ -27,7 +27,7 @@ class Graphs:
     """Runs named launch sequences on one stream: as graph replays, or launch by launch where graphs are off.
 
     With `steps_per_launch` above 1, which needs graphs, so many equal steps in a row are one launch. `release` launches
-    what a launcher still holds back where a sequence, or what is before a loop in it, ends.
+    what a launcher still holds back; it is called at the end of a sequence and before a loop in it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Graphs:
         self._release = release
         self._captured: dict[Hashable, list[Callable[[], None]]] = {}
         self._parts: list[Callable[[], None]] | None = None
-        """What launches the graphs of the sequence that is being captured."""
+        """Functions that launch the graphs of the sequence that is being captured; None outside a capture."""
         self._loops: dict[Hashable, LoopGraph] = {}
         self._loops_within: list[LoopGraph] = []
         self._sequences: dict[Hashable, Callable[[], None]] = {}
@@ -66,11 +66,11 @@ class Graphs:
                 self._parts = None
 
     def loop(self, body: Callable[[], None], goes_on: Callable[[np.uint64], None], at_most: int) -> None:
-        """Launch `body` as long as `goes_on` wants it, at least once; called by the launches of a sequence.
+        """Launch `body` again and again, at least once, until the kernel that `goes_on` launches ends the loop.
 
-        In a graph it is a WHILE node, whose handle `goes_on` gets: what is captured before and behind it are other
-        graphs, which start one after another without the host. Launch by launch the body runs `at_most` times, and has
-        to see to it that nothing comes of what is too much; the handle is 0.
+        The launches of a sequence call this. In a capture the loop is a WHILE node, whose handle `goes_on` gets; the
+        launches before and after it become graphs of their own, which start one after another without the host. With
+        graphs off, `body` runs `at_most` times, the handle is 0, and passes too many must have no effect.
         """
         self._release()
         if self._parts is None:
@@ -95,9 +95,9 @@ class Graphs:
         parts.append(partial(graph.launch, self._stream))
 
     def add_step(self, key: Hashable, launches: Callable[[], None], loop_end: Callable[..., None]) -> None:
-        """Capture a step, alone and in a loop of several if several are one launch.
+        """Capture a step alone and, if several steps are one launch, a loop of them too.
 
-        `loop_end(handle, passes, steps a pass)` launches what ends a pass of the loop.
+        `loop_end(handle, passes, steps a pass)` launches the kernel that ends a pass of the loop.
         """
         self.add(key, launches)
         if self._steps_per_launch == 1:
@@ -117,14 +117,14 @@ class Graphs:
         self._start(key, 1)
 
     def run_step(self, key: Hashable, slots: tuple[int, ...]) -> Callable[[], None] | None:
-        """Start a step on these slots, or let it wait for others to be launched with. Raises as `run` does.
+        """Start a step on these slots, or let it wait so that it is launched with others. Raises as `run` does.
 
-        Returns None if it has started. Else it starts with the next ones, or once the returned function is called.
+        Returns None if it has started. Else it starts with later steps, or when the returned function is called.
         """
         return self._queue.add(key, slots)
 
     def flush(self) -> None:
-        """Start what waits for others, before something that is no sequence of these is launched."""
+        """Start the steps that wait for others; to be called before anything but these sequences is launched."""
         self._queue.flush()
 
     def close(self) -> None:
@@ -152,10 +152,10 @@ class Graphs:
 
 
 class LaunchQueue:
-    """Steps that wait for others like them, so that one launch runs them all.
+    """A queue of equal steps that wait until one launch can run them all.
 
-    `start(key, count)` launches a step `count` times: `steps_per_launch` times, or once. Whoever has something else to
-    launch calls `flush` before.
+    `start(key, count)` launches a step `count` times: `steps_per_launch` times, or once. A caller that has something
+    else to launch calls `flush` before.
     """
 
     def __init__(self, start: Callable[[Hashable, int], None], steps_per_launch: int):
@@ -166,9 +166,9 @@ class LaunchQueue:
         """Steps that were added last and are not launched yet, all alike."""
 
     def add(self, key: Hashable, slots: tuple[int, ...]) -> Callable[[], None] | None:
-        """Add a step on these slots behind those before. Steps are alike if key and slots are the same.
+        """Add a step on these slots to the queue. Steps are equal if key and slots are the same.
 
-        Returns None if the step is launched now, else what launches it if it still waits when that is called.
+        Returns None if the step is launched now, else a function that launches it if it still waits then.
         """
         if self._steps_per_launch == 1:
             self._start(key, 1)
@@ -185,7 +185,7 @@ class LaunchQueue:
         return None
 
     def flush(self) -> None:
-        """Launch what waits, one by one."""
+        """Launch the waiting steps one by one."""
         count, self.num_waiting = self.num_waiting, 0
         for _ in range(count):
             self._start(self._kind[0], 1)
@@ -199,7 +199,7 @@ class LoopGraph:
     """A graph that is one WHILE node: a launch runs the captured body until a kernel of it says it was the last time.
 
     That kernel calls `cudaGraphSetConditional` with the node's handle, which is 1 when the launch begins.
-    `body(handle)` launches on `stream` what must have run before.
+    `body(handle)` launches the kernels of one pass on `stream`; they must have run before, so that they are loaded.
     """
 
     def __init__(self, stream: Stream, body: Callable[[np.uint64], None]):
@@ -245,14 +245,14 @@ def _add_while_node(
     node.conditional.handle, node.conditional.ctx = handle, context
     node.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
     node.conditional.size = 1
-    # With the bindings of CUDA 12 the function of five arguments, dependency data among them, has a name of its own.
+    # The bindings of CUDA 12 call the function with five arguments (dependency data among them) cuGraphAddNode_v2.
     add = getattr(driver, "cuGraphAddNode_v2", driver.cuGraphAddNode)
     checked(add(graph, None, None, 0, node))
     return node.conditional.phGraph_out[0]
 
 
 def check_loops(device: Device, setting: str, otherwise: str) -> None:
-    """Raise ConfigError if the driver has no WHILE nodes, which `setting` needs; `otherwise`: what does without."""
+    """Raise ConfigError if the driver has no WHILE nodes, which `setting` needs; `otherwise` says how to do without."""
     if device.driver_version < _FIRST_WITH_LOOPS:
         raise ConfigError(
             f"{setting}: the driver has no conditional graph nodes",

@@ -152,7 +152,7 @@ def launch_config(
     pdl: bool = False,
     cluster: tuple[int, int, int] | None = None,
 ) -> driver.CUlaunchConfig:
-    """Return what `launch` gives the driver. Building one costs more than the launch, and a step repeats the same few.
+    """Return the configuration of a launch, from a cache: building one costs more than the launch, and few differ.
 
     `cluster`: blocks of a cluster, for a kernel that does not say so itself.
     """

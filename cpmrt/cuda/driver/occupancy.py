@@ -11,9 +11,9 @@ from cpmrt.cuda.driver.launch import Kernel, allow_wide_clusters, launch_config
 from cpmrt.errors import DeviceError
 
 _PORTABLE_CLUSTER = 8
-"""Blocks of a cluster that every device with clusters has; for more a kernel needs an attribute."""
+"""The most blocks of a cluster on every device with clusters; a kernel with larger clusters needs an attribute."""
 _NOTHING = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
-"""A kernel in PTX, which every driver takes: some questions are asked of a kernel."""
+"""An empty kernel in PTX, which every driver takes. The driver answers some questions only about a kernel."""
 
 
 def multiprocessors(of_device: int) -> int:
@@ -59,7 +59,7 @@ def clusters_at_once(*shapes: tuple[int, int]) -> list[int]:
 
 
 def check_all_resident(kernel: Kernel, num_blocks: int, block: int, shared_bytes: int) -> None:
-    """Raises DeviceError unless all blocks of a launch run at once: blocks that wait for each other never end else.
+    """Raise DeviceError unless all blocks of a launch run at once: otherwise blocks that wait for each other never end.
 
     `block`: threads of each; `shared_bytes`: its dynamic shared memory, which the kernel must have been allowed.
     """

@@ -38,7 +38,10 @@ def write_pages(arrays: Mapping[str, Any], pages: Sequence[int], contents: Mappi
 
 
 class _Copy:
-    """One page of all layers: addresses with the bytes from a layer to the next, and (bytes of a page, layers)."""
+    """The copy of one page in all layers.
+
+    `host` and `device` are an address and the bytes from a layer to the next; `extent` is (bytes of a page, layers).
+    """
 
     def __init__(self, array: Any, page: int, host: int, host_step: int):
         page_bytes = array[0, 0].nbytes

@@ -34,7 +34,7 @@ def load_random(specs: Sequence[TensorSpec], to: Destination, seed: int) -> None
         for piece in wave:
             count = piece.num_rows * piece.num_groups
             _fill_normal(to, to.address(STAGING, piece.scales), count, np.uint64(0), code_scale(piece.spec), 0.0)
-            # Without zero points of its own a weight gets those of 8; minimums of blocks do the same.
+            # No zero points are staged: repacking writes 8 instead, or for blocks of GGUF minimums of the same effect.
             plain = piece if piece.row_bytes else replace(piece, source=replace(piece.source, packing=None))
             repack_scales(plain, to, to.dtype)
     to.launch.stream.synchronize()
@@ -63,6 +63,6 @@ def _fill_normal(
 
 
 def _stream_seed(spec: TensorSpec, seed: int) -> np.uint64:
-    """Return what starts the device's random numbers of one weight."""
+    """Return the seed of the device's random numbers for one weight."""
     low: np.uint64 = np.uint64(weight_seed(spec.name, seed) & (2**64 - 1))
     return low

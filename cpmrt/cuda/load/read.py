@@ -1,7 +1,7 @@
 """Reads a checkpoint's files: which bytes belong where in the arena, and the threads that read them.
 
-The rows of a weight are those of its sources one after another, so fused weights (qkv, gate_up) come about by the
-places alone. A file is read in pieces into a small ring of host buffers; nothing else is held.
+The rows of a weight are those of its sources one after another, so fused weights (qkv, gate_up) take no more than
+reading each source to its place. A file is read in pieces into a small ring of host buffers; nothing else is held.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_READERS = 8
 class ReadJob:
     """One read: `nbytes` bytes at `offset` of a file, whole elements of `tensor`, stored as `stored`.
 
-    They belong, in the arena's type, at byte `destination` of the arena; with `stored` None as they are.
+    They go to byte `destination` of the arena, converted to its type; with `stored` None they stay as they are.
     """
 
     tensor: str
@@ -53,9 +53,9 @@ class ReadJob:
 
 
 class Ring(Protocol):
-    """Host buffers, and what takes their bytes on.
+    """A ring of host buffers (slots) that readers fill and whose bytes then go to the arena.
 
-    A slot's `wait` and `submit` are only ever called from one thread, those of different slots from several.
+    `wait` and `submit` of one slot are only ever called from one thread, those of different slots from several.
     """
 
     @property
@@ -95,7 +95,7 @@ def plan_reads(
 
 
 def in_file_order(jobs: Iterable[ReadJob]) -> list[ReadJob]:
-    """Sort jobs as a disk likes them."""
+    """Return the jobs sorted by file and offset, so that a disk reads forwards."""
     return sorted(jobs, key=lambda job: (job.path, job.offset))
 
 
@@ -107,9 +107,9 @@ def reads_of(
     *,
     max_bytes: int = SLOT_BYTES,
 ) -> Iterator[ReadJob]:
-    """Cut a tensor, or runs of its elements, into reads of whole elements that become `dtype`, one after another.
+    """Yield reads of whole elements of a tensor, or of runs of its elements, which become `dtype` one after another.
 
-    With `dtype` None they are bytes, which stay as they are.
+    With `dtype` None the elements are bytes, which stay as they are.
     """
     stored = None if dtype is None else FLOATS[entry.dtype]
     width, kept = (1, 1) if stored is None or dtype is None else (stored.itemsize, dtype.itemsize)
@@ -122,9 +122,9 @@ def reads_of(
 
 
 def elements_of(source: Source, rows: range) -> Iterator[range]:
-    """Yield the elements of a tensor that are these rows of a source (elements of a vector), in runs.
+    """Yield, in runs, the elements of a tensor that are these rows of a source (of a vector: these elements).
 
-    Where the source is chosen rows of its tensor, those that follow one another there are one run.
+    Where the source is a choice of its tensor's rows, consecutive rows of the tensor are one run.
     """
     columns = prod(source.shape[1:])
     chosen = source.rows and source.rows[rows.start : rows.stop]
@@ -168,7 +168,7 @@ def read_all(
                 readers = [pool.submit(read_jobs, share) for share in shares]
                 wait(readers, return_when=FIRST_EXCEPTION)
             finally:
-                # After an error or an interrupt the readers find nothing more to do; else it is empty already.
+                # After an error or an interrupt this leaves the readers nothing to do; else the queue is empty already.
                 queue.clear()
         for reader in readers:
             reader.result()

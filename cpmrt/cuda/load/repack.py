@@ -29,13 +29,13 @@ from cpmrt.weights.gguf.specs import unpaired
 from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
-"""The format of weights that are rounded or random."""
+"""The format in which weights are staged whose codes are rounded or random, not read from a file."""
 CONFIRMED_TYPES = tuple(BLOCK_TYPES)
 STAGING = "staging"
 LARGEST_STAGING_BYTES = 128 << 20
-"""The most that several sources share; a larger source has what it needs."""
+"""The largest staging area that several sources share; a single source that is larger gets as much as it needs."""
 ROUNDED_BYTES = 16 << 20
-"""How much of a source in 16 bits is staged at a time."""
+"""The bytes that one piece of a source has as rows in 16 bits, where it is rounded from or unpacked to these."""
 _ITEM_BYTES = 2
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
@@ -61,7 +61,7 @@ ROUND = KernelSpec(
 
 @dataclass(frozen=True)
 class Destination:
-    """Where weights go: an arena at a device address, and its regions by name.
+    """The arena that weights are loaded into: its device address, and its regions by name.
 
     `launch` launches the kernels of loading; copies are in the order of its stream.
     """
@@ -86,9 +86,9 @@ class Destination:
 class Piece:
     """Part of a source: its rows `begin` to `end`, which are rows from `first_row` on of the weight `spec`.
 
-    At these bytes of the staging area are its codes, scales (of 2 bytes) and zero points in the form of the source's
-    format (blocks of GGUF hold all three), and where the source is in 16 bits its rows, from which the others are made;
-    `end_byte`: the end of all.
+    `codes`, `scales`, `zeros` and `values` are bytes of the staging area, where these begin: the codes, the scales (of
+    2 bytes) and the zero points as the source's format has them (blocks of GGUF hold all three), and the rows of a
+    source in 16 bits, from which its codes and scales are made. `end_byte`: the end of all.
     """
 
     spec: TensorSpec
@@ -117,7 +117,7 @@ class Piece:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in blocks of GGUF; 0 where the source is none."""
+        """Bytes of a row in blocks of GGUF; 0 for any other source."""
         return self.source.packing.row_bytes if self.source.packing else 0
 
     @property
@@ -143,14 +143,13 @@ class Piece:
 
 
 def is_unpacked(spec: TensorSpec) -> bool:
-    """Whether the device unpacks a weight to 16 bits: one in blocks of GGUF whose rows keep their order."""
+    """Whether the device unpacks a weight from blocks of GGUF to 16 bits: only if its rows keep their order."""
     in_blocks = all(source.packing and source.packing.row_bytes and not source.rows for source in spec.sources)
     return spec.quant is None and in_blocks
 
 
 def waves(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[Piece]]:
-    """Yield the sources of all `specs` that pass through the staging area, as many at a time as fit `nbytes` together.
-    """
+    """Yield the pieces of `specs` that pass through the staging area, as many at a time as fit `nbytes` together."""
     wave, end = list[Piece](), 0
     for piece in _pieces(specs):
         if wave and end + piece.end_byte > nbytes:
@@ -163,19 +162,19 @@ def waves(specs: Sequence[TensorSpec], nbytes: int) -> Iterator[list[Piece]]:
 
 
 def staging_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Return how large a staging area `waves` needs; 0 where nothing is quantised."""
+    """Return the bytes of the staging area that `waves` needs; 0 where no weight passes through it."""
     sizes = [piece.end_byte for piece in _pieces(specs)]
     return max(max(sizes), min(sum(sizes), LARGEST_STAGING_BYTES)) if sizes else 0
 
 
 def staging_buffers(specs: Iterable[TensorSpec]) -> Iterator[BufferSpec]:
-    """Yield the staging area of `specs`, none where nothing is quantised. Loading comes before any step."""
+    """Yield the staging area of `specs` if any weight passes through it. It lives before the first step only."""
     if nbytes := staging_bytes(specs):
         yield BufferSpec(STAGING, (nbytes,), EMBED - 1, EMBED - 1, np.uint8)
 
 
 def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
-    """Yield the pieces of all `specs` with a `quant`, or unpacked, each at the beginning of the staging area."""
+    """Yield the pieces of all `specs` that are quantised or unpacked, each at the beginning of the staging area."""
     for spec in specs:
         for source, rows in spec.parts() if spec.quant or is_unpacked(spec) else ():
             num_rows, num_columns = source.shape
@@ -186,9 +185,10 @@ def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
 
 
 def takes_blocks(spec: TensorSpec) -> bool:
-    """Whether a packed product can hold a weight whose sources are blocks of GGUF, pairs of rows those of heads.
+    """Whether a packed product can hold a weight in blocks of GGUF.
 
-    The kernels for other types than `CONFIRMED_TYPES` have not passed their tests on a GPU yet: 16 bits hold them.
+    Its rows are in order or, in qkv, reordered within each head as `unpaired` has it. Types other than
+    `CONFIRMED_TYPES`, whose kernels have not passed their tests on a GPU yet, are held in 16 bits instead.
     """
     if spec.product in (None, "per_head") or spec.num_experts or spec.shape[1] % SLICE_COLUMNS:
         return False
@@ -218,7 +218,7 @@ def piece_reads(piece: Piece, checkpoint: Checkpoint, staging: int, dtype: DType
     row = format_of(source)
     yield from reads_of(entries[row.codes.of(source.name)], staging + piece.codes, None)
     scales = entries[row.scales.of(source.name)]
-    # The repacking takes both 16-bit types.
+    # Repacking takes scales of either 16-bit type, so only those in float32 are converted.
     is_wide = FLOATS[scales.dtype] is DType.FLOAT32
     yield from reads_of(scales, staging + piece.scales, dtype if is_wide else None)
     if row.zeros and not source.packing.symmetric:
@@ -246,7 +246,10 @@ def _modules(spec: TensorSpec, source: Source, device: Device) -> list[Module]:
 
 
 def round_rows(piece: Piece, to: Destination, fault: np.uint64) -> None:
-    """Make codes and scales of a staged piece in 16 bits; sets the word at address `fault` where one is not finite."""
+    """Make codes and scales from the rows of a staged piece in 16 bits.
+
+    The kernel sets the word at address `fault` if a value is not finite, or in 2 bits not ternary.
+    """
     sizes = (np.int32(piece.num_rows), np.int32(piece.num_columns), np.int32(piece.quant.group_size))
     codes, scales, values = (to.address(STAGING, place) for place in (piece.codes, piece.scales, piece.values))
     grid = -(-piece.num_rows * piece.num_columns // (8 * _BLOCK))
@@ -254,16 +257,16 @@ def round_rows(piece: Piece, to: Destination, fault: np.uint64) -> None:
 
 
 def repack_codes(piece: Piece, to: Destination) -> None:
-    """Bring the staged codes into the packed weight, in the order of its `perm`, which must be there."""
+    """Write the staged codes to the packed weight, columns in the order of its region `perm`, if any, filled before."""
     perm = f"{piece.spec.name}.perm"
     order = to.address(perm) if perm in to.regions else None
     _repack(REPACK_CODES, piece, to, piece.codes, order)
 
 
 def repack_scales(piece: Piece, to: Destination, stored: DType) -> None:
-    """Bring the staged scales, which are of the type `stored`, and zero points into the packed weight.
+    """Write the staged scales, which are of the type `stored`, and zero points to the packed weight.
 
-    Instead of blocks of GGUF scales may be staged, for random codes.
+    Of a weight in blocks of GGUF plain scales are staged here, for random codes.
     """
     packing = None if piece.row_bytes else piece.source.packing
     zeros = None if packing is None or packing.symmetric else to.address(STAGING, piece.zeros)
@@ -273,7 +276,7 @@ def repack_scales(piece: Piece, to: Destination, stored: DType) -> None:
 
 
 def repack_blocks(piece: Piece, to: Destination, fault: np.uint64) -> None:
-    """Bring staged blocks into the packed weight; sets the word at address `fault` where a scale is not finite."""
+    """Write staged blocks to the packed weight; sets the word at address `fault` where a scale is not finite."""
     assert piece.source.packing is not None, piece.source.name
     layout, packed = packed_layout(piece.spec, to.device), to.address(f"{piece.spec.name}.codes")
     counts = (piece.first_row, piece.num_rows, layout.out_features, layout.num_tiles, piece.source.rows is not None)

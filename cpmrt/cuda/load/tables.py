@@ -12,9 +12,9 @@ from cpmrt.models.layers import Table
 
 
 def fill(array: DeviceArray, values: Array | int) -> None:
-    """Fill an array with a value, or each of its rows with these, on the current stream.
+    """Fill an array with one value, or each of its rows with the same values, on the current stream.
 
-    CuPy's own would compile a kernel for whatever is not 0.
+    CuPy's own `fill` would compile a kernel for any value but 0.
     """
     array.set(np.ascontiguousarray(np.broadcast_to(values, array.shape), array.dtype))
 

@@ -90,7 +90,7 @@ def _staged(
 
 
 def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
-    """Compile what repacks, clear the packed weights (no source fills their padding), bring the orders of columns."""
+    """Compile the repacking kernels, clear packed weights (no source fills their padding), copy the column orders."""
     to.launch.modules.compile(repack.repack_modules(specs, to.device))
     for spec in specs:
         if spec.quant:
@@ -103,7 +103,7 @@ def _prepare(specs: Sequence[TensorSpec], checkpoint: Checkpoint, upload: Upload
 
 
 def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destination) -> None:
-    """Launch what brings a staged piece into its packed weight."""
+    """Launch the kernels that write a staged piece to its packed or 16-bit weight."""
     source, stored = piece.source, to.dtype
     if piece.spec.quant is None:
         repack.unpack_blocks(piece, to, upload.fault(_BEYOND, source.name))
@@ -122,7 +122,7 @@ def _repack(piece: Piece, checkpoint: Checkpoint, upload: Upload, to: Destinatio
 
 
 def _odd(spec: TensorSpec, source: Source) -> str:
-    """Name the values of a 16-bit source, or the scales of one in blocks, that its kernel does not take."""
+    """Return words for the numbers that a source's kernel refuses: values in 16 bits, or scales of one in blocks."""
     if source.packing is not None:
         return _SCALES
     return NOT_TERNARY if spec.quant and spec.quant.bits == TERNARY_BITS else _NOT_FINITE
@@ -140,7 +140,8 @@ def _check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, dtype: DType) ->
 class Upload:
     """The `Ring` of a device for a list of jobs; the end of the `with` block waits and frees it.
 
-    `faults`: kinds of wrong values and tensors that kernels beside its own may meet, and where those are.
+    `faults`: the faults that kernels other than its own may report, as (words for the values, tensor), and the path of
+    each tensor's file or folder.
     """
 
     def __init__(self, to: Destination, jobs: Sequence[ReadJob], faults: Mapping[tuple[str, str], Path]):
@@ -205,7 +206,7 @@ class Upload:
         self._runtime.memsetAsync(self._to.arena + region.offset, 0, region.nbytes, self._stream.ptr)
 
     def fault(self, what: str, tensor: str) -> np.uint64:
-        """Return the device address of the word that a kernel sets where it meets such a value."""
+        """Return the device address of the word that a kernel sets if it meets such a value in the tensor."""
         address: np.uint64 = np.uint64(self._fault_words.device_address + 4 * self._fault_index[what, tensor])
         return address
 

@@ -25,8 +25,8 @@ from cpmrt.memory.caches import CacheLayout
 class CudaOps:
     """`ops.protocol.Ops` on CuPy arrays of storage words.
 
-    `scratch` holds by name the workspace of the products and of the `plan` of the layers' attention, and `slots` and
-    `chunk` of the rows. A draft has an instance of its own, in its sizes.
+    `scratch` holds by name the workspace of the products and of attention as in `plan`, and the rows' `slots` and
+    `chunk`. A draft has an instance of its own, in its sizes.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class CudaOps:
 def attention_plan(
     config: ModelConfig, device: Device, caches: CacheLayout, max_rows: int, step_rows: int = MAX_ROWS
 ) -> AttentionPlan | LatentPlan:
-    """Return the plan of the attention that layers share, for steps of at most `max_rows` rows, or `step_rows` where
-    the step is no chunk."""
+    """Return the plan of the attention that layers share, for chunks of at most `max_rows` rows and other steps of at
+    most `step_rows` rows."""
     latent = config.of_kind(LatentAttention)
     if latent is not None:
         return LatentPlan.of(latent, device, caches, max_rows, step_rows)

@@ -1,4 +1,4 @@
-"""How the kernels of experts are built for a weight and a number of rows: tiles, rings, shared memory.
+"""Plans the builds of the kernels of experts for a weight and a number of rows: tiles, rings, shared memory.
 
 No choice here changes a bit of a result: the kernels add in the order of the columns whatever their sizes are.
 """
@@ -14,38 +14,38 @@ from cpmrt.errors import UnsupportedModelError
 from cpmrt.executor import MAX_ROWS
 
 _PAIRS = 8
-"""Pairs of a tile of tokens."""
+"""Pairs (a row and one of its experts) in a tile of the tensor cores."""
 _PAD_BYTES = 64
-"""What a row of x in shared memory has behind its columns."""
+"""Unused bytes after each row of x in shared memory."""
 _CHUNK_TILES = 8
 _STAGES = 3
 _LONG_STAGE_COLUMNS = 768
 _RESIDENT_BYTES = 40 << 10
 _BYTES_AHEAD = 14 << 20
-"""Weights for which the L2 is asked ahead of their kernel: what the memory of an H200 gives in 3 us, about the time
-from the end of one product's reads to the first reads of the next."""
+"""Bytes of a weight that are brought to the L2 before their kernel starts: as many as the memory of an H200 delivers in
+3 us, about the time from the end of one product's reads to the first reads of the next."""
 WARPS = 8
-"""Warps of a block, but for products of few rows."""
+"""Warps of a block, except in products of few rows."""
 _AHEAD = 3
-"""Turns of weights that a warp of a step has on their way in experts.cu."""
+"""Turns of weights that a warp of experts.cu has in flight in a step (not a chunk)."""
 _ROUTE_WARPS = 12
-"""The most warps that share a row which is scored: with them 2304 columns are one piece of eight for each thread."""
+"""The most warps that share a row when it is scored: each thread then has one piece of eight of 2304 columns."""
 _ROUTE_PIECE = 8
 _ROUTER_BYTES = 46 << 10
-"""A router that takes more shared memory, with its norm, is read when it is needed."""
+"""The most shared memory for a router and its norm; larger ones are not held there but read when they are needed."""
 _MOST_ROW_WARPS = 14
 _DOWN_PARTS = 4
-"""Parts of a row of the last product, each a warp's."""
+"""Parts into which a row of the last product's input is cut, one for each warp."""
 _ROW_AHEAD = 2
-"""Turns of weights that a warp of experts_row.cu has on their way: enough for the memory. With more, warps that are
-done early with their first products would take it from the others."""
+"""Turns of weights that a warp of experts_row.cu has in flight: enough to keep the memory busy. With more, warps that
+finish their first products early would take bandwidth from the others."""
 _RESERVED_BYTES = 1 << 10
 """Bytes of shared memory that the device keeps for itself in each block."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductConstants:
-    """Compile-time constants of experts.cu; the last three of weights in 4 bits only."""
+    """Compile-time constants of experts.cu; the last three are for weights in 4 bits only."""
 
     product: int
     in_features: int
@@ -62,12 +62,12 @@ class ProductConstants:
 
     @property
     def tokens(self) -> int:
-        """The pairs that a block takes together."""
+        """The pairs that a block multiplies together."""
         return _PAIRS * self.token_tiles
 
     @property
     def shared_bytes(self) -> int:
-        """The dynamic shared memory: stages of x, and a ring of weights for each warp of a step."""
+        """Bytes of dynamic shared memory: stages of x, and in a step a ring of weights for each warp."""
         columns = self.stage_slices * slice_columns(self.weight_bits) or self.in_features
         stages = (_STAGES if self.stage_slices else 1) * self.tokens * (columns * 2 + _PAD_BYTES)
         together = 1 if self.token_tiles > 1 else slices_together(self.weight_bits, self.scale_group)
@@ -77,7 +77,7 @@ class ProductConstants:
 
 @dataclass(frozen=True, slots=True)
 class GateUpRowConstants:
-    """Compile-time constants of gate_up_row.cu; the last three of weights in 4 bits only."""
+    """Compile-time constants of gate_up_row.cu; the last three are for weights in 4 bits only."""
 
     in_features: int
     experts: int
@@ -92,30 +92,30 @@ class GateUpRowConstants:
 
     @property
     def turn_bytes(self) -> int:
-        """The bytes of a turn in a warp's ring."""
+        """The bytes of one turn of weights in a warp's ring."""
         return turn_bytes(self.weight_bits, self.scale_group, self.zeros)
 
     @property
     def turns(self) -> int:
-        """The turns of a tile."""
+        """The turns that a warp takes for a tile."""
         together = slices_together(self.weight_bits, self.scale_group)
         return ceil(self.in_features / (slice_columns(self.weight_bits) * together))
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of the row and of its sums."""
+        """The bytes of the row and of the sums of its scores."""
         return 2 * self.in_features + 4 * self.route_warps * (1 + self.experts)
 
     @property
     def shared_bytes(self) -> int:
-        """The dynamic shared memory: rings, in whose place norm and router are at first, and the row."""
+        """Bytes of dynamic shared memory: the rings, whose place norm and router take at first, and the row."""
         rings = self.warps * self.ahead * self.turn_bytes
         return max(rings, router_bytes(self.in_features, self.experts, self.route_warps)) + self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsRowConstants:
-    """Compile-time constants of experts_row.cu, which explains them; the last four of weights in 4 bits only."""
+    """Compile-time constants of experts_row.cu, which explains them; the last four are for weights in 4 bits only."""
 
     in_features: int
     inner: int
@@ -133,12 +133,13 @@ class ExpertsRowConstants:
 
     @property
     def grid(self) -> int:
-        """The blocks, all of which run at once."""
+        """The number of blocks, which must all run at once."""
         return ceil(self.top * self.inner // 8 / self.warps)
 
     @property
     def fixed_bytes(self) -> int:
-        """The dynamic shared memory without rings: the row, sums, parts of inner, what warps find, barriers."""
+        """Bytes of dynamic shared memory without the rings: the row, sums of scores, parts of inner, sums of the warps
+        for their tiles, barriers."""
         columns = slice_columns(self.weight_bits)
         row_sums = ceil((4 * self.route_warps * (1 + self.experts) + 132) / 16) * 16
         tiles, left = divmod(self.in_features // 16, self.grid)
@@ -149,14 +150,14 @@ class ExpertsRowConstants:
 
     @property
     def shared_bytes(self) -> int:
-        """The dynamic shared memory."""
+        """Bytes of dynamic shared memory: rings, or norm and router where these are larger, and `fixed_bytes`."""
         rings = self.warps * self.ahead * turn_bytes(self.weight_bits, self.scale_group, self.zeros)
         return max(rings, router_bytes(self.in_features, self.experts, self.route_warps)) + self.fixed_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class DownConstants:
-    """Compile-time constants of experts_down.cu; the last three of weights in 4 bits only."""
+    """Compile-time constants of experts_down.cu; the last three are for weights in 4 bits only."""
 
     in_features: int
     weight_bits: int
@@ -167,7 +168,7 @@ class DownConstants:
     zeros: int | None = None
 
     def shared_bytes(self, num_pairs: int) -> int:
-        """Return the dynamic shared memory of a step with so many pairs: a ring for each warp, sums and shares."""
+        """Return the bytes of dynamic shared memory in a step of `num_pairs` pairs: a ring a warp, sums, shares."""
         tokens = 1 if self.rows == 1 else _PAIRS
         together = 2 if self.rows == 1 and not has_many_groups(self.scale_group) else 1
         row_bytes = together * slice_columns(self.weight_bits) * 2 + _PAD_BYTES
@@ -182,7 +183,7 @@ def bytes_ahead(weight: Weight, num_experts: int, top: int) -> tuple[int, int]:
 
 
 def fetched_bytes(weight: Weight) -> int:
-    """Return how many bytes of a weight behind experts_row.cu are fetched by it, a multiple of 16."""
+    """Return how many bytes of the weight after experts_row.cu that kernel brings to the L2, a multiple of 16."""
     return min(_num_bytes(weight), _BYTES_AHEAD) // 16 * 16
 
 
@@ -193,21 +194,21 @@ def _num_bytes(weight: Weight) -> int:
 
 
 def slice_columns(weight_bits: int) -> int:
-    """Return the columns that kernels take of a weight at a time."""
+    """Return the columns of a slice, which kernels take of a weight at a time."""
     return SLICE_COLUMNS if weight_bits == 4 else SLICE_COLUMNS // 2
 
 
 def route_warps(hidden: int) -> int:
-    """Return the warps that share a row of so many columns where it is scored; the order of its sums follows from them.
+    """Return the warps that share a row of `hidden` columns when it is scored, which fixes the order of its sums.
 
-    They are as few as take no more turns than the most would.
+    They are the fewest that take no more turns than the most warps would.
     """
     pieces = hidden // _ROUTE_PIECE
     return ceil(pieces / ceil(pieces / (32 * _ROUTE_WARPS)) / 32)
 
 
 def router_bytes(hidden: int, num_experts: int, warps: int) -> int:
-    """Return the shared memory for norm and router while so many warps score a row: none if it would be too much."""
+    """Return the bytes of shared memory for norm and router while `warps` warps score a row; 0 if it were too much."""
     threads = 32 * warps
     needed = (1 + num_experts) * ceil(hidden / _ROUTE_PIECE / threads) * threads * 16
     return needed if needed <= _ROUTER_BYTES else 0
@@ -225,11 +226,11 @@ def product_constants(product: int, weight: Weight, num_rows: int, *, is_chunk: 
     columns = slice_columns(bits)
     tiles = _CHUNK_TILES if is_chunk else 1 if num_rows <= _PAIRS else 2 if num_rows <= 2 * _PAIRS else 4
     in_features = weight.shape[1]
-    # Of x: whole turns of weights, and two stages of x as long as the weights that are on their way.
+    # A stage of x covers whole turns of weights, and two stages at least as many columns as the weights in flight.
     stage = _LONG_STAGE_COLUMNS if tiles == 1 else 2 * SLICE_COLUMNS if bits == 4 and not is_chunk else SLICE_COLUMNS
     if tiles == 1 and _PAIRS * (2 * in_features + _PAD_BYTES) <= _RESIDENT_BYTES:
         stage = 0
-    # Two tiles of a warp share what it reads of x; the scales of small groups leave no registers for that.
+    # A warp with two tiles reads x once for both; the scales of small groups leave no registers for that.
     is_wide = is_chunk and (bits == 16 or layout[1:] == (SLICE_COLUMNS, False))
     return ProductConstants(
         product, in_features, bits, tiles, 2 if is_wide else 1, 4 if tiles == 1 else WARPS, _AHEAD,
@@ -240,7 +241,8 @@ def product_constants(product: int, weight: Weight, num_rows: int, *, is_chunk: 
 def row_constants(weight: Weight, num_experts: int, top: int, device: Device) -> GateUpRowConstants:
     """Choose how gate_up_row.cu is built; no choice changes a bit of the result.
 
-    A block has so many warps that the busiest multiprocessor, which takes a block at a time, has few tiles.
+    The warps of a block are chosen so that the busiest multiprocessor, which takes one block at a time, has the fewest
+    tiles.
     """
     bits, layout = held_in(weight)
     rows, in_features = weight.shape
@@ -275,14 +277,15 @@ def experts_row_constants(
 
 
 def row_words(hidden: int, inner: int, top: int) -> int:
-    """Return the words of experts_row.cu: its count of launches, two columns of inner each, sums of parts of a row."""
+    """Return how many 8-byte words experts_row.cu exchanges: its count of launches and an unused word, words of two
+    columns of inner, and sums of parts of a row."""
     return 2 + top * inner // 2 + top * _DOWN_PARTS * hidden
 
 
 def down_constants(weight: Weight, num_rows: int, top: int, device: Device) -> DownConstants:
     """Choose how experts_down.cu is built; no choice changes a bit of the result.
 
-    Two blocks shall find room on a multiprocessor. Raises UnsupportedModelError where not even one does.
+    If possible, two blocks fit on a multiprocessor. Raises UnsupportedModelError where not even one does.
     """
     bits, layout = held_in(weight)
     rows, room = 1 if num_rows == 1 else MAX_ROWS, device.shared_bytes_per_block
@@ -298,7 +301,7 @@ def down_constants(weight: Weight, num_rows: int, top: int, device: Device) -> D
 
 
 def held_in(weight: Weight) -> tuple[int, tuple[int | None, int | None, int | None]]:
-    """Return the bits of a weight, and of one in 4 bits the runs, scale group and zero points of its layout."""
+    """Return the bits of a weight and, for one in 4 bits, the runs, scale group and zero points of its layout."""
     if not isinstance(weight, PackedWeight):
         return 16, (None, None, None)
     layout = weight.layout
@@ -316,7 +319,7 @@ def has_many_groups(scale_group: int | None) -> bool:
 
 
 def turn_bytes(weight_bits: int, scale_group: int | None, zeros: int | None) -> int:
-    """Return the bytes of the slices that a warp multiplies at a time with one row."""
+    """Return the bytes of a turn: the slices of a tile that a warp multiplies at a time with one row."""
     return slices_together(weight_bits, scale_group) * slot_bytes(weight_bits, scale_group, zeros)
 
 

@@ -1,8 +1,8 @@
 """The mixture of experts on a GPU: routing, the products with the chosen experts' weights, and their sum.
 
-Which experts are chosen is known on the device only, so every launch has room for any choice, and blocks too many end
-at once. Steps of at most 64 rows take the pairs of a row and an expert as the routing says; the rows of a chunk are
-grouped by expert first.
+Which experts are chosen is known on the device only, so every grid has room for any choice, and surplus blocks end at
+once. Steps of at most 64 rows take the pairs of a row and an expert in the order of the routing; the pairs of a chunk
+are grouped by expert first.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 _GROUP_THREADS = 1024
 _SMALLEST_GROUP = 32
-"""Columns that share a scale."""
+"""The fewest columns that may share a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteConstants:
-    """Compile-time constants of route.cu: `route_warps` are those that share a row."""
+    """Compile-time constants of route.cu; `route_warps`: the warps that share a row."""
 
     hidden: int
     experts: int
@@ -81,7 +81,7 @@ COMBINE = KernelSpec("combine", "rows/combine.cu", "experts_down", RowConstants,
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ExpertRows:
-    """Rows on their way through the experts: normalised, and of a chunk the pairs in the order of the experts."""
+    """The normalised rows that go through the experts and, for a chunk, its pairs in the order of the experts."""
 
     normed: DeviceArray
     starts: DeviceArray | None = None
@@ -90,7 +90,7 @@ class ExpertRows:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class UnroutedRow:
-    """One row whose routing is left to the kernel of its first products, and what that takes."""
+    """One row whose routing is left to the kernel of its first products, with that kernel's operands for it."""
 
     router: DeviceArray
     slots: DeviceArray
@@ -98,7 +98,7 @@ class UnroutedRow:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldRow:
-    """One row whose first products are left to the kernel of its last ones, and what that takes."""
+    """One row whose routing and first products are left to the kernel of its last ones, with their operands."""
 
     constants: ExpertsRowConstants
     row: UnroutedRow
@@ -108,7 +108,7 @@ class HeldRow:
 
 
 def expert_tables(config: ModelConfig) -> Iterator[BufferSpec]:
-    """Yield what lives as long as the executor, zero at first: the words that the blocks of EXPERTS_ROW exchange."""
+    """Yield the buffer, zero at first, that lives as long as the executor: words exchanged by blocks of EXPERTS_ROW."""
     mlp = config.layers[0].mlp
     if isinstance(mlp, ExpertsMlp):
         words = row_words(config.hidden_size, mlp.intermediate_size, mlp.experts_per_token)
@@ -176,8 +176,8 @@ class ExpertOps:
     ) -> Handoff:  # fmt: skip
         """Launch the op `experts_gate_up`; a chunk's pairs are grouped first, one row is routed by the same kernel.
 
-        Given `down`, what follows may be one row's only launch: that of `experts_down`, given what this returns. Then
-        nothing is written to `out`.
+        Given `down`, a single row may have only one launch, that of `experts_down`, which must get what this returns.
+        Then nothing is written to `out`.
         """
         sizes = check_shapes(
             "experts_gate_up", out=out, x=x, norm=norm, weight=weight, experts=routing.experts, shares=routing.shares
@@ -205,7 +205,7 @@ class ExpertOps:
         self, x: DeviceArray, inner: DeviceArray, weight: Weight, scale: float, routing: Routing,
         after: Handoff = NOTHING, *, ahead: Weight | None = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
-        """Launch the op `experts_down`, of one row with all that it has held back."""
+        """Launch the op `experts_down`, for a single row together with the ops that it has held back."""
         sizes = check_shapes(
             "experts_down", x=x, inner=inner, weight=weight, experts=routing.experts, shares=routing.shares
         )
@@ -282,5 +282,5 @@ class ExpertOps:
 
 
 def data_of(weight: Weight) -> DeviceArray:
-    """Return the array that kernels read."""
+    """Return the array of a weight that kernels read."""
     return weight.data if isinstance(weight, PackedWeight) else weight

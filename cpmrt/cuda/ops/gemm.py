@@ -1,7 +1,7 @@
-"""Products of a prefill chunk: cuBLASLt where it gives the bits of the own tensor-core kernel, else that kernel.
+"""Products of a prefill chunk: by cuBLASLt where it gives the bits of the kernel gemm.cu, else by that kernel.
 
-A row's bits follow from the row, the weight and the factors alone: the own kernel sums along K in ascending order
-whatever its tile, and of the library's algorithms only those are taken that agree with it (`gemm_trial`).
+A row's bits depend on the row, the weight and the factors alone: gemm.cu sums along K in ascending order whatever its
+tile, and only those algorithms of the library are used that agree with it (`gemm_trial`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from cpmrt.tensor_spec import BufferSpec
 TILE_ROWS = 128
 # (tile_k, stages) by tile_n, the deepest pipeline first.
 _PIPELINES = {256: ((64, 4), (64, 3), (32, 4)), 128: ((64, 3), (32, 3)), 64: ((32, 3),)}
-# Narrow tiles read more of x for a product: the time of a column of y beside that in the widest tile (estimated).
+# The time of a column of y relative to the widest tile (estimated): narrow tiles read x more often.
 _COLUMN_COST = {256: 1.0, 128: 1.1, 64: 1.3}
 _RESERVED_BYTES = 1024
-"""What the driver keeps of a block's shared memory."""
+"""Bytes of shared memory that the driver reserves for each block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class GemmConstants:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
+        """Bytes of dynamic shared memory of a block."""
         return (TILE_ROWS + self.tile_n) * self.tile_k * 2 * self.stages
 
 
@@ -71,7 +71,7 @@ class Gemm:
     def __call__(
         self, y: DeviceArray, x: DeviceArray, w: DeviceArray, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
-        """x [M, K] and w [N, K] on the device, contiguous; y [M, N], which may be columns of a wider matrix."""
+        """Launch the product of contiguous x [M, K] and w [N, K] into y [M, N], perhaps columns of a wider matrix."""
         if self._library is not None and self._launch.is_recording:
             self._launch(GEMM, trial_tile(self._device), 1, 1)
             return
@@ -85,7 +85,7 @@ class Gemm:
         self._library.matmul(plan, *addresses, self._stream.ptr, alpha=alpha, beta=beta)
 
     def _plan(self, shape: tuple[int, int, int, int]) -> MatmulPlan | None:
-        """Return the library's plan for M, N, K and the stride of y; None: nothing it suggests agrees."""
+        """Return the library's plan for M, N, K and the stride of y; None if no suggested algorithm agrees."""
         if self._library is None or self._trial is None:
             return None
         if shape not in self._plans:
@@ -98,7 +98,7 @@ class Gemm:
         return self._plans[shape]
 
     def _trial_basis(self) -> tuple[object, ...]:
-        """Return what tells whether a verdict of another start counts here."""
+        """Return the values that a verdict depends on: one of another start counts if they are equal."""
         device = self._device
         cubin = self._launch.modules.cubin(GEMM, trial_tile(device))
         return cubin.name, device.name, device.arch, device.num_sms, device.driver_version
@@ -119,7 +119,7 @@ class Gemm:
 
 
 def trial_tile(device: Device) -> GemmConstants:
-    """Return the tile of the own kernel in the trials of the library's algorithms."""
+    """Return the tile of gemm.cu in the trials of the library's algorithms."""
     return gemm_tile(gemm_trial.ROWS, gemm_trial.COLUMNS, gemm_trial.INNER, device)
 
 

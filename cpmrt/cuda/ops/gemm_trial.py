@@ -1,8 +1,8 @@
-"""Which of cuBLASLt's algorithms give the bits of the own kernel: each is tried once, on random operands.
+"""Finds which of cuBLASLt's algorithms give the bits of gemm.cu: each is tried once, on random operands.
 
-Algorithms differ in how they group the terms of a sum, and in how they add to what is there. Both show in the last bits
-of some of a few thousand random sums, whatever the shape that an algorithm was suggested for. To try one loads its
-kernel, which takes some ms, also where it is refused: so verdicts are kept beside the cubins.
+Algorithms differ in how they group the terms of a sum, and in how they add the product to y. Both show in the last bits
+of some of a few thousand random sums, whatever the shape that an algorithm was suggested for. A trial loads the kernel
+of the algorithm, which takes some ms even if it is refused, so verdicts are kept beside the cubins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ROWS, COLUMNS, INNER = 64, 128, 2048
 _FACTORS = ((1.0, 0.0), (0.3, 1.0))
-"""alpha and beta of the trials: a product alone, and one that is added."""
+"""alpha and beta of the trials: a product alone, and one that is added to y."""
 _KIND = "verdict"
 _KEPT = {False: b"differs", True: b"agrees"}
 
@@ -32,10 +32,10 @@ Product = Callable[[DeviceArray, DeviceArray, DeviceArray, float, float], None]
 
 
 class GemmTrial:
-    """Compares the library's algorithms with `own`, in the last part of `workspace`, bytes on the device.
+    """Compares the library's algorithms with `own`, gemm.cu, in the last part of `workspace`, bytes on the device.
 
-    The library may use the first `free_bytes` of the workspace. `basis` says on what, besides the library's version and
-    the algorithm, a verdict rests: the own kernel's cubin, the device and its driver.
+    The library may use the first `free_bytes` of the workspace. `basis` returns what a verdict depends on besides the
+    library's version and the algorithm: the cubin of gemm.cu, the device and its driver.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class GemmTrial:
         self._before = _random(0, ROWS, COLUMNS, dtype)
 
     def agrees(self, library: CublasLt, algorithm: Algorithm) -> bool:
-        """Tell whether an algorithm gives the own kernel's bits. Waits for the stream, so not during a capture."""
+        """Tell whether an algorithm gives the bits of gemm.cu. Waits for the stream, so not during a capture."""
         words = bytes(algorithm.words)
         if words not in self._verdicts:
             self._verdicts[words] = self._known(library, algorithm)
@@ -65,7 +65,7 @@ class GemmTrial:
             return kept.read_bytes() == _KEPT[True]
         try:
             verdict = self._is_equal(library, algorithm)
-        except CublasLtError:  # it does not take this shape, which costs nothing to hear again
+        except CublasLtError:  # it does not take this shape; not kept, as finding that out again costs nothing
             return False
         cubin_cache.keep(key, version, _KEPT[verdict], _KIND)
         return verdict
@@ -94,7 +94,7 @@ class GemmTrial:
         return results
 
     def _placed(self) -> tuple[DeviceArray, DeviceArray, DeviceArray]:
-        """Put y, x and w behind what the library uses."""
+        """Place y, x and w in the workspace after the bytes that the library uses."""
         begin, placed = self.free_bytes, list[DeviceArray]()
         for seed, (rows, columns) in enumerate(((ROWS, COLUMNS), (ROWS, INNER), (COLUMNS, INNER))):
             end = begin + 2 * rows * columns

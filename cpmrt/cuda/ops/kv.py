@@ -14,12 +14,12 @@ from cpmrt.memory.caches import CacheLayout
 from cpmrt.ops import WINDOW_STRIDE, Fp8Pages, KVPages, Rows
 
 _PATH_WINDOWS = 5
-"""Windows that may end within an accepted path."""
+"""The most windows of compressed keys that may end within an accepted path."""
 
 
 @dataclass(frozen=True)
 class PageConstants:
-    """Elements of a head, and whether pages hold fp8 codes."""
+    """Compile-time constants of kernels on pages: elements of a head, and whether pages hold fp8 codes."""
 
     head_dim: int
     fp8: bool
@@ -44,7 +44,7 @@ def codes_of(pages: DeviceArray | Fp8Pages | None) -> DeviceArray | None:
 
 
 def scales_of(*pages: DeviceArray | Fp8Pages) -> tuple[DeviceArray, ...]:
-    """Return the arguments that a kernel compiled for fp8 pages takes last; none for pages in 16 bits."""
+    """Return the scales of fp8 pages, which a kernel compiled for them takes last; none for pages in 16 bits."""
     return tuple(part.scales for part in pages if isinstance(part, Fp8Pages))
 
 
@@ -59,7 +59,8 @@ def accept_nodes(
 ) -> None:
     """Store the nodes of the accepted paths of the first draft `trees`, of `tree_nodes` each, in fp8 pages.
 
-    The arrays of `kv` are those of all layers [L, P, ...]. Pages in 16 bits have the paths already.
+    The arrays of `kv` are those of all layers [L, P, ...]. Nothing is launched for pages in 16 bits, which have the
+    paths already.
     """
     if not isinstance(kv.k, Fp8Pages):
         return

@@ -1,10 +1,10 @@
 """The ops of latent attention: `append_latent`, `decode_latent_attention`, `prefill_latent_attention`.
 
-Rows of a step attend in the space of the latents: three launches, of which the first takes queries there and the rows'
-own latents to the pages, the second leaves a result for each run of pages, and the third merges these and takes them
-back. For the rows of a chunk the
-latents of the sequence are expanded to keys and values of heads, which `prefill_attention` reads: a pair of tokens
-costs a third of the products then. Heads go in parts whose expanded pages have room.
+Rows of a step attend in the space of the latents, in three launches: the first takes queries there and stores the rows'
+own latents in the pages, the second computes a result for each run of pages, and the third merges these results and
+makes values of heads of them. For the rows of a chunk the latents of the sequence are expanded to keys and values of
+heads, which `prefill_attention` reads: a pair of tokens then costs a third of the multiplications. Heads are taken in
+parts, as many at a time as there is room for their expanded pages.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from cpmrt.ops import KVPages, LatentWeights, Rows, check_latent_shapes, check_s
 from cpmrt.tensor_spec import BufferSpec
 
 EXPANDED_BYTES = 512 << 20
-"""At most so much is expanded at a time, but for a single head."""
+"""The most bytes of expanded pages at a time, unless a single head needs more."""
 _STAGES, _MOST_SPLITS = 2, 256
 _WGMMA_HEADS, _WGMMA_STAGES, _ALIGNED, _BOX_COLUMNS = 64, 4, 1024, 64
 _BLOCK, _ATTEND_BLOCK, _EXPAND_BLOCK, _MERGE_BLOCK, _MOST_EXPAND_BLOCKS = 256, 128, 128, 512, 64
 _ROW_BLOCKS_PER_SM, _RUNS_PER_SM = 2, 3
-"""Blocks on a multiprocessor: of the small products of heads, and of runs of pages."""
+"""Blocks on a multiprocessor: of the small products of heads, and of those that take runs of pages."""
 _UPCOMING_BYTES = 8 << 20
-"""Bytes of a later weight that memory brings to the L2 while a step attends, behind the pages."""
+"""The most bytes of a later weight that are brought to the L2 while a step attends, after the pages."""
 
 
 @dataclass(frozen=True)
 class AppendConstants:
-    """Compile-time constants of append_latent.cu: the elements of both latents, and those that are rotated."""
+    """Compile-time constants of append_latent.cu: elements of the queries' latent, the KV latent, the rotated key."""
 
     q_rank: int
     kv_rank: int
@@ -54,7 +54,7 @@ class AppendConstants:
 
 @dataclass(frozen=True)
 class AbsorbConstants:
-    """Compile-time constants of absorb_queries.cu: elements of a latent, of a query's two parts, of a value."""
+    """Compile-time constants of absorb_queries.cu: elements of a latent, a query's plain and rotated part, a value."""
 
     kv_rank: int
     nope_dim: int
@@ -64,8 +64,8 @@ class AbsorbConstants:
 
 @dataclass(frozen=True)
 class LatentConstants:
-    """Compile-time constants of latent_attention.cu: query heads, elements of a latent and of the key behind it;
-    `stages`: pages in shared memory; `tree`: the rows are those of draft trees."""
+    """Compile-time constants of latent_attention.cu: query heads, elements of a latent and of the rotated key after it;
+    `stages`: pages in shared memory; `tree`: whether the rows are those of draft trees."""
 
     heads: int
     kv_rank: int
@@ -76,7 +76,7 @@ class LatentConstants:
 
 @dataclass(frozen=True)
 class MergeConstants:
-    """Compile-time constants of merge_latents.cu: query heads, elements of a latent, of a head's key and value."""
+    """Compile-time constants of merge_latents.cu: query heads, elements of a latent, a head's plain key, a value."""
 
     heads: int
     kv_rank: int
@@ -93,7 +93,7 @@ class ExpandLatentsConstants(AbsorbConstants):
 
 @dataclass(frozen=True)
 class ChunkConstants:
-    """Compile-time constants of latent_chunk.cu: elements of a query's two parts, and of a value."""
+    """Compile-time constants of latent_chunk.cu: elements of a query's plain and rotated part, and of a value."""
 
     nope_dim: int
     rope_dim: int
@@ -101,7 +101,7 @@ class ChunkConstants:
 
 
 Project = Callable[[DeviceArray, DeviceArray, DeviceArray, Weight, float], None]
-"""The op `project`."""
+"""The type of the op `project`."""
 _plan_heads = lru_cache(maxsize=64)(plan_heads)
 _DECODE, _PREFILL = "decode_latent_attention", "prefill_latent_attention"
 APPEND = KernelSpec("append_latent", "rows/append_latent.cu", "append_latent", AppendConstants, hot=True)
@@ -118,12 +118,12 @@ GATHER_HEADS = KernelSpec("gather_heads", "attention/latent_chunk.cu", _PREFILL,
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """How layers of latent attention attend on a device.
+    """The plan by which layers of latent attention attend on a device.
 
     A row's pages are cut into at most `num_splits` runs: by the device and the context alone, so a row's bits do not
     depend on the step. `units` blocks share a run, one for every 16 heads, or with `attend` ATTEND_WGMMA for every 64.
-    A chunk takes `heads_at_once` heads in the way of `prefill`. Steps have at most `max_rows` rows, those of no chunk
-    `step_rows`. With `brings_early` a step brings a part of a later weight to the L2.
+    A chunk has at most `max_rows` rows and takes `heads_at_once` heads at a time, as `prefill` plans; other steps have
+    at most `step_rows` rows. With `brings_early` a step also brings a part of a later weight to the L2.
     """
 
     shape: LatentAttention
@@ -144,7 +144,7 @@ class LatentPlan:
     def of(
         cls, shape: LatentAttention, device: Device, caches: CacheLayout, max_rows: int, step_rows: int = MAX_ROWS
     ) -> LatentPlan:
-        """Plan for the pages of these caches."""
+        """Plan attention over the pages of these caches."""
         pages = caches.pages_per_sequence
         head_bytes = 2 * pages * PAGE_SIZE * shape.query_dim * 2
         most = max(1, EXPANDED_BYTES // head_bytes)
@@ -173,7 +173,7 @@ class LatentPlan:
 
     @property
     def workspace(self) -> tuple[BufferSpec, ...]:
-        """The workspace that lives during attention."""
+        """The buffers that live during attention only."""
         shape, heads, sums = self.shape, self.heads_at_once, (self.num_splits, self.shape.num_heads)
         pages = (self.num_pages, heads, PAGE_SIZE, shape.query_dim)
         sizes: tuple[tuple[str, tuple[int, ...]], ...] = (
@@ -191,7 +191,7 @@ class LatentPlan:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block of `latent_attention`."""
+        """Bytes of shared memory of a block of the kernel `attend`."""
         row_bytes = self.shape.cached_dim * 2
         if self.attend is ATTEND:
             return _STAGES * PAGE_SIZE * row_bytes + 2560
@@ -201,21 +201,21 @@ class LatentPlan:
 
     @property
     def upcoming_bytes(self) -> int:
-        """At most so much of a weight that is read soon comes to the L2 early."""
+        """The most bytes of a later weight that are brought to the L2 early."""
         return _UPCOMING_BYTES if self.brings_early else 0
 
     @property
     def stages(self) -> int:
-        """Pages in the shared memory of such a block."""
+        """Pages in the shared memory of a block of the kernel `attend`."""
         return _STAGES if self.attend is ATTEND else _WGMMA_STAGES
 
     def runs_at_once(self, rows: int) -> int:
-        """Return the blocks that take the runs of a row in turn: what they do does not depend on their number."""
+        """Return how many blocks take the runs of a row in turn; results do not depend on their number."""
         per_sm = _RUNS_PER_SM if self.attend is ATTEND else 1
         return min(self.num_splits, max(1, per_sm * self.num_sms // (rows * self.units)))
 
     def boxes(self, launch: Launcher, pages: DeviceArray) -> tuple[KernelArgument, ...]:
-        """Return what the kernel takes beside the pages: with wgmma tensor maps of latents and of what lies behind."""
+        """Return the kernel's arguments after the pages: with wgmma, tensor maps of latents and of rotated keys."""
         if self.attend is ATTEND:
             return ()
         if launch.is_recording:
@@ -223,7 +223,7 @@ class LatentPlan:
         return row_boxes(pages, PAGE_SIZE, _BOX_COLUMNS), row_boxes(pages, PAGE_SIZE, self.shape.rope_dim)
 
     def row_blocks(self, rows: int) -> int:
-        """Return the blocks of a head in the small products."""
+        """Return how many blocks of each head share `rows` rows in the small products."""
         return min(rows, max(1, _ROW_BLOCKS_PER_SM * self.num_sms // self.shape.num_heads))
 
 
@@ -291,8 +291,8 @@ class LatentOps:
         self, q: DeviceArray, latents: DeviceArray | None, pages: DeviceArray, weights: LatentWeights,
         rope: DeviceArray, rows: Rows, eps: float, q_up: Weight | None,
     ) -> None:  # fmt: skip
-        """Take queries to the space of the latents, and the rows' own latents to the pages: of one row in the product
-        that makes the queries, where that is one."""
+        """Take queries to the space of the latents, and store the rows' own latents in the pages. For a single row this
+        is fused with the product `q_up` that makes the queries, where that is packed and planned so."""
         plan, shape, num_rows = self._plan, self._plan.shape, len(q)
         heads = AbsorbConstants(shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim)
         places = rows.positions, rows.locations, rows.slots, rows.block_tables
@@ -342,7 +342,7 @@ class LatentOps:
             )  # fmt: skip
 
     def _expand(self, pages: DeviceArray, weights: LatentWeights, rows: Rows, first_head: int) -> None:
-        """Make keys and values of some heads of the latents of the chunk's sequence."""
+        """Expand the latents of the chunk's sequence to keys and values of `heads_at_once` heads."""
         plan, shape = self._plan, self._plan.shape
         constants = ExpandLatentsConstants(
             shape.kv_rank, shape.nope_dim, shape.rope_dim, shape.value_dim, shape.query_dim
@@ -359,13 +359,13 @@ class LatentOps:
 
 
 def _takes_wgmma(shape: LatentAttention, device: Device) -> bool:
-    """Whether the heads are enough, and the sizes those that `latent_attention_wgmma.cu` takes."""
+    """Whether there are enough heads for `latent_attention_wgmma.cu` and it takes these sizes."""
     sizes_fit = shape.kv_rank == 256 and shape.rope_dim in (32, 64)
     return device.capability == 90 and sizes_fit and shape.num_heads > QUERY_TILE
 
 
 def latent_sizes(shape: LatentAttention) -> dict[str, tuple[int, bool, str]]:
-    """Return the sizes that the kernels take: each as it is, whether it is taken, and what would be."""
+    """Return by name, for each size that the kernels restrict: the size, whether they take it, and what they take."""
     query, columns = shape.query_dim, shape.q_rank + shape.cached_dim
     taken = (
         ("q_lora_rank", shape.q_rank, shape.q_rank % 64 == 0, "a multiple of 64"),

@@ -1,4 +1,4 @@
-"""Lightning attention: rows of a step, chunks of a prompt, chains of drafts that were accepted, states of slots."""
+"""Lightning attention: of the rows of a step and of a prompt's chunks; accepted chains of drafts; states of slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _THREADS, _HEAD_WARPS, _CHUNK_THREADS = 256, 8, 128
 _STEP_COLUMNS, _CHUNK_COLUMNS = 32, 64
 """Columns of a state that a block holds."""
 _FLOATS = 4
-"""Numbers that a thread copies."""
+"""Floats that a thread copies."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class LightningConstants:
 
 @dataclass(frozen=True)
 class StepConstants(LightningConstants):
-    """Compile-time constants of lightning_decode.cu; `chain`: the rows of a step are a chain of drafts in one slot."""
+    """Compile-time constants of lightning_decode.cu; `chain`: a step's rows are a chain of drafts in one slot."""
 
     chain: bool
 
@@ -91,7 +91,7 @@ class LightningOps:
 def _checked(
     op: str, out: DeviceArray, qkv: DeviceArray, heads: LightningHeads, state: LightningState, rows: Rows
 ) -> tuple[int, int, int]:
-    """Compare the shapes with the op's; return the number of heads, their elements, and the table's positions."""
+    """Check the shapes of the op; return the number of heads, the elements of a head, and the table's positions."""
     sizes = check_shapes(
         op, out=out, qkv=qkv, states=state.states, chain=state.chain, q_norm=heads.q_norm, k_norm=heads.k_norm,
         rope=heads.rope, decay=heads.decay, positions=rows.positions, slots=rows.slots,
@@ -117,16 +117,16 @@ class SlotStates:
         self._launch, self._states = launcher, tuple(states)
 
     def modules(self) -> tuple[Module, ...]:
-        """Return what the copies are compiled from."""
+        """Return the module of the copying kernel; none without recurrent states."""
         return ((COPY_STATE.file, {}),) if self._states else ()
 
     def load(self) -> None:
-        """Load the kernel without running it: an admission that fails when its command is launched cannot be undone."""
+        """Load the kernel without running it: an admission that fails once its command is launched cannot be undone."""
         if self._states:
             self._launch.modules.kernel(COPY_STATE, {})
 
     def begin(self, slot: int, snapshot: int | None) -> None:
-        """Begin a slot's states as those of a snapshot, or at zero."""
+        """Set a slot's states to those of a snapshot, or to zero."""
         for states, snapshots in self._states:
             source = None if snapshot is None else snapshots[:, snapshot]
             self._copy(states[:, slot], source)

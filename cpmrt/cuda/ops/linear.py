@@ -1,7 +1,7 @@
 """Products of a step's rows (1 to 64) with weights in 16 bits: how the kernels of `linear.cu` are built and launched.
 
-`cluster` fixes the order of a sum, so it follows from the weight's shape and the device alone; the other constants may
-follow from the number of rows (row invariance).
+`cluster` fixes the order of a sum, so it depends on the weight's shape and the device alone (row invariance); the other
+constants may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ ROW_BUCKETS = (8, 16, 32, 64)
 _WARPS = 8
 _UNIT_COLUMNS = 64
 _CHUNK_BYTES = 2048
-# What a unit of one row takes, as of its norm weights; it is kept whole where both take no more of a block's memory.
+# Bytes of a unit of one row, and of its norm weights; the row is kept whole in shared memory where both together take
+# at most this share of it.
 _ROW_UNIT_BYTES, _MOST_ROW_SHARE = 128, 0.5
 STARTS_EARLY = 90
-"""The capability from which on a kernel begins before the one before has ended: weights are on their way before x."""
+"""The compute capability from which on a kernel may begin before the one before it has ended, and so asks for weights
+before x."""
 LARGE_SHARED_BYTES = 200_000
-"""A block's shared memory from which on a kernel may use the sizes made for data-centre GPUs."""
-# Two tiles of tokens of which the second is half empty leave more shared memory to the weights.
+"""Bytes of shared memory a block from which on kernels use the sizes made for data-centre GPUs."""
+# Up to so many rows the second of two tiles of tokens is stored as a half, which leaves more shared memory to weights.
 _HALF_TILE_ROWS = 12
 _MAX_GROUP = {1: 5, 2: 5, 4: 5, 8: 2}
 _SMALL_MAX_GROUP = {1: 4, 2: 4, 4: 3, 8: 1}
-# Two blocks that share a tile exchange their sums, which costs about a microsecond: the busiest multiprocessor must
-# read that much less.
+# Two blocks that share a tile exchange their sums, which costs about a microsecond: so they share one only if the
+# busiest multiprocessor then reads less than this part of what it would read alone.
 _CLUSTER_GAIN = 0.9
-# Some multiprocessors are attention's when gate_up of one row starts: two of its blocks share another one where each
-# can with so much of its stream.
+# When gate_up of one row starts, attention still holds some multiprocessors. Two gate_up blocks may then share another
+# one, if they fit there with this part of the weights that each streams.
 _SHARING_STREAM = 0.75
-# From so many rows on it pays that x passes once for eight times the tiles, at the price of a second set of sums.
+# From so many tiles of tokens on, and so many weight tiles a multiprocessor, it pays to read x once for eight times as
+# many weight tiles, at the price of a second set of sums.
 _ROW_SPLIT_TOKEN_TILES = 8
 _ROW_SPLIT_TILES_PER_SM = 12
 
@@ -80,12 +83,12 @@ LINEAR = {
 
 @dataclass(frozen=True, slots=True)
 class StepProduct:
-    """A product of a step's rows as its kernel takes it, whatever the weight is held in.
+    """The operands of a product of a step's rows, in the kernel's form except for the weight, in 16 bits or packed.
 
     `x` [T, K], or wider, are the rows, of which the first K columns enter the product, normalised unless `norm` is None
-    ("residual" products have none).
-    `outputs` are the kernel's first arguments, `rest` those behind the weight. `head_dim` is that of a "qkv" product,
-    `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`.
+    ("residual" products have none). `outputs` are the kernel's first arguments, `rest` those after the weight.
+    `head_dim` is that of a "qkv" product, `fatrelu` the activation of a "gate_up" product, as in
+    `config.layers.GatedMlp`.
     """
 
     kind: Product
@@ -98,11 +101,11 @@ class StepProduct:
     fatrelu: float | None = None
 
     def row_pitch(self, in_features: int) -> int | None:
-        """Return the columns of rows that are wider than the product, as a compile-time constant; else None."""
+        """Return the columns of the rows if they are wider than the product, as a compile-time constant; else None."""
         return None if self.x.shape[1] == in_features else self.x.shape[1]
 
     def built(self, constants: C) -> C:
-        """Return the constants of its plan with its activation."""
+        """Return the constants of a plan with this product's activation."""
         return constants if self.fatrelu is None else replace(constants, fatrelu=float_bits(self.fatrelu))
 
     def arguments(
@@ -115,7 +118,7 @@ class StepProduct:
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """How a product is launched: `grid` blocks of `BLOCK_THREADS` threads."""
+    """The plan of a product: its compile-time constants, and `grid` blocks of `BLOCK_THREADS` threads."""
 
     constants: LinearConstants
     grid: int
@@ -124,7 +127,7 @@ class LinearPlan:
 def launch_linear(
     launch: Launcher, product: StepProduct, weight: DeviceArray, device: Device, *, prefers_shared: bool = False
 ) -> None:
-    """Launch the product with a weight [N, K] in 16 bits; `prefers_shared`: as `PackedProducts` has it."""
+    """Launch the product with a weight [N, K] in 16 bits; `prefers_shared`: as in `PackedProducts`."""
     x, has_norm = product.x, product.norm is not None
     plan = plan_linear(product.kind, weight.shape, len(x), device, has_norm=has_norm, head_dim=product.head_dim)
     pitch = product.row_pitch(weight.shape[1])
@@ -141,7 +144,7 @@ def float_bits(value: float) -> int:
 
 
 def row_bucket(num_rows: int, buckets: tuple[int, ...]) -> int:
-    """Return the rows of the build that takes `num_rows` rows (1 to 64)."""
+    """Return the rows of the build, one of `buckets`, that takes `num_rows` rows (1 to 64). Raises ValueError."""
     if not 1 <= num_rows <= MAX_ROWS:
         raise ValueError(f"num_rows must be 1 to {MAX_ROWS}, got {num_rows}")
     return next(bucket for bucket in buckets if bucket >= num_rows)
@@ -186,14 +189,14 @@ def _own_units(in_features: int, cluster: int) -> int:
 
 
 def _shared_bytes(constants: LinearConstants, rounds: int, device: Device) -> int:
-    """Return the shared memory of a block whose tiles take so many rounds."""
+    """Return the bytes of shared memory of a block that takes its tiles in `rounds` rounds."""
     own, tiles = constants, constants.token_tiles
     units = _WARPS * _own_units(own.in_features, own.cluster)
     activations = units * (_ROW_UNIT_BYTES if own.one_row else tiles * 1024 - own.half_tile * 512)
     sums = _WARPS * own.group * (64 * own.cluster if own.one_row else 512 + 256 * tiles)
     small = own.norm * units * _ROW_UNIT_BYTES + _WARPS * own.cluster * tiles * 32 + tiles * 128
     fixed, row_warps = activations + sums + small, _WARPS // own.split_warps
-    # A block whose whole stream fits asks for no more, so that the next kernels' blocks fit beside it and prefetch.
+    # A block whose weights all fit asks for no more, so that the next kernels' blocks fit beside it and prefetch.
     whole = fixed + rounds * own.group * row_warps * units * _CHUNK_BYTES
     if own.one_row and own.linear == PRODUCTS["gate_up"]:
         stage = _WARPS * _CHUNK_BYTES
@@ -204,7 +207,7 @@ def _shared_bytes(constants: LinearConstants, rounds: int, device: Device) -> in
 
 
 def _cluster(weight_tiles: int, device: Device) -> int:
-    """Return the blocks that share a tile: 2 where halves of tiles spread more evenly over the multiprocessors."""
+    """Return how many blocks share a tile: 2 where halves of tiles spread more evenly over the multiprocessors."""
 
     def busiest(cluster: int) -> float:
         return ceil(weight_tiles / (device.num_sms // cluster)) / cluster

@@ -1,7 +1,7 @@
 """The ops that multiply by a weight: q, k and v, the projections into the residual stream, gate and up, the head.
 
-In a step of at most 64 rows each is one kernel, which streams the weight once. The rows of a prefill chunk take a dense
-product and a small kernel behind it, however few they are.
+In a step of at most 64 rows each op is one kernel, which streams the weight once. The rows of a prefill chunk, however
+few, take a dense product and a small kernel after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class ActivationConstants:
-    """Compile-time constants of activation.cu: the columns of gate, and of up; the bits of a FATReLU's threshold."""
+    """Compile-time constants of activation.cu: the columns of gate or up, and the bits of a FATReLU's threshold."""
 
     intermediate: int
     fatrelu: int | None = None
@@ -41,8 +41,8 @@ class ActivationConstants:
 
 @dataclass(frozen=True)
 class RopeConstants(PageConstants):
-    """Compile-time constants of rope_append.cu; `no_rope`: heads are stored as they are; `tree`: rows are nodes of a
-    draft tree, beside fp8 pages."""
+    """Compile-time constants of rope_append.cu; `no_rope`: heads are stored without rotation; `tree`: rows are nodes of
+    a draft tree, stored beside fp8 pages."""
 
     no_rope: bool | None = None
     tree: bool | None = None
@@ -70,8 +70,8 @@ def product_workspace(
 class Products:
     """The ops of `ops.protocol.Ops` that multiply by a weight, for one model.
 
-    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name. `attention`: how the layers' rows
-    attend, if they have heads. `prefers_shared`: as that of `PackedProducts`.
+    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name. `attention`: the plan of grouped
+    attention, if the layers have it. `prefers_shared`: as in `PackedProducts`.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Products:
         *,
         is_attended: bool = False,
     ) -> Handoff:
-        """Launch the op `qkv`, or leave it to its attention."""
+        """Launch the op `qkv`, or hold it for the launch of its attention, which gets it in the handoff."""
         nope = kv.compressed.nope if kv.compressed else None
         check_shapes(
             "qkv", q=q, k=kv.k, v=kv.v, x=x, norm=weights.norm, weight=weights.weight, bias=weights.bias,
@@ -138,8 +138,10 @@ class Products:
         self, q: DeviceArray, kv: KVPages, raw: DeviceArray, bias: DeviceArray | None, weights: QkvWeights,
         nope: tuple[DeviceArray | None, DeviceArray | None], rest: tuple[KernelArgument, ...], rows: Rows,
     ) -> None:  # fmt: skip
-        """Store q, k and v of a projection [T, QKV]: bias, the norms of heads, RoPE (`rest[0]` is its table), pages, or
-        beside fp8 pages the nodes of a tree."""
+        """Store q, k and v of a projection [T, QKV] after bias, the norms of heads and RoPE (`rest[0]` is its table).
+
+        Keys and values go to the pages; those of a tree's nodes go beside fp8 pages.
+        """
         head_dim, is_fp8 = kv.k.shape[3], isinstance(kv.k, Fp8Pages)
         keeps_nodes = is_fp8 and rows.tree_masks is not None
         constants = RopeConstants(head_dim, is_fp8, None if rest[0] is not None else True, keeps_nodes or None)
@@ -232,14 +234,14 @@ class Products:
     def _dense(
         self, y: DeviceArray, x: DeviceArray, weight: Weight, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
-        """y = alpha x weight^T + beta y for the rows of a chunk."""
+        """Compute y = alpha x weight^T + beta y for the rows of a chunk."""
         if isinstance(weight, PackedWeight):
             self._packed.chunk(y, x, weight, alpha=alpha, beta=beta)
         else:
             self._gemm(y, x, weight, alpha=alpha, beta=beta)
 
     def _normalised(self, x: DeviceArray, norm: DeviceArray | None, eps: float) -> DeviceArray:
-        """Return the rows of a chunk as they enter a product."""
+        """Return the rows of a chunk as they enter a product: normalised, unless `norm` is None."""
         if norm is None:
             return x
         normed = self._normed[: len(x)]

@@ -22,14 +22,14 @@ _EMBED_THREADS = 128
 
 @dataclass(frozen=True)
 class RowConstants:
-    """The elements of a row."""
+    """Compile-time constants of kernels on rows: the elements of a row."""
 
     hidden: int
 
 
 @dataclass(frozen=True)
 class JoinConstants:
-    """The elements of a row's two halves."""
+    """Compile-time constants of join.cu: the elements of a row's two halves."""
 
     a_columns: int
     b_columns: int

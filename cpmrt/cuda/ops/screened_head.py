@@ -24,17 +24,17 @@ from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.tensor_spec import SCREEN, BufferSpec, TensorSpec
 
 COPY = "head_copy"
-"""The name of the 8-bit copy, as that of a weight."""
+"""The name of the 8-bit copy among weights."""
 _ROW_BUILDS = (1, 8, 16, 32)
 MOST_ROWS = _ROW_BUILDS[-1]
-"""Rows of a step at most: the more there are, the more tokens are candidates of one of them."""
+"""The most rows of a screened step: with more, too many tokens are candidates of one of them."""
 MOST_TOP_K = 64
-"""The most likely tokens that a request may sample from: of more, too many are candidates."""
+"""The largest top_k of a request that pays to screen: with a larger one too many tokens are candidates."""
 MOST_COLUMNS = 16384
 _UNIT_COLUMNS, _STEPS_OF_A_UNIT = 64, 4
 _LANES, _COPY_WARPS = 32, 4
 _WARPS = BLOCK_THREADS // _LANES
-"""Warps of a block of linear.cu, which have a run of K each, and of rescore.cu, which have a lower end each."""
+"""Warps of a block: in linear.cu each has a run of K, in rescore.cu each finds a lower bound of the best logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ RESCORE = KernelSpec(
 def can_screen(sampling: Sampling) -> bool:
     """Whether few tokens can be chosen under this sampling, so that it pays to screen the head.
 
-    Any other sampling would get the right token too, of all tokens computed one by one.
+    With any other sampling the token would be right too, but most tokens might have to be computed one by one.
     """
     is_plain = sampling.repetition_penalty == 1.0 and sampling.presence_penalty == sampling.frequency_penalty == 0.0
     if not is_plain or sampling.logit_bias or sampling.logprobs:
@@ -114,7 +114,7 @@ def copy_spec(shape: tuple[int, ...]) -> TensorSpec:
 
 @dataclass(frozen=True)
 class ScreenPlan:
-    """Sizes of a screened head [V, K] on a device: of its copy, and of what its kernels exchange."""
+    """Sizes of a screened head [V, K] on a device: those of its copy and of the buffers that its kernels exchange."""
 
     layout: PackedLayout
     cluster: int
@@ -131,13 +131,13 @@ class ScreenPlan:
         return cls(layout, cluster, blocks, min(max_rows, MOST_ROWS))
 
     def tables(self) -> Iterator[BufferSpec]:
-        """Yield what lives as long as the executor; the counters begin at zero."""
+        """Yield the buffers that live as long as the executor; the counters begin at zero."""
         yield BufferSpec(f"{COPY}.codes", (self.layout.num_bytes,), EMBED, HEAD, np.uint8)
         yield BufferSpec("head_bounds", (self.layout.out_features,), EMBED, HEAD, np.float32)
         yield BufferSpec("screen_counters", (2,), EMBED, HEAD, np.uint64)
 
     def workspace(self) -> Iterator[BufferSpec]:
-        """Yield the buffers of a step."""
+        """Yield the buffers that live during the head of a step."""
         rows = self.most_rows
         yield BufferSpec("screened_logits", (rows, self.layout.out_features), HEAD, HEAD, np.float32)
         yield BufferSpec("head_rows", (rows, self.layout.in_features), HEAD, HEAD)
@@ -177,10 +177,10 @@ class ScreenedHead:
         self, logits: DeviceArray, x: DeviceArray, norm: DeviceArray, eps: float, divisor: float,
         *, is_counted: bool = True,
     ) -> None:  # fmt: skip
-        """Fill `logits` [T, V]: exact where the request in its row's slot may choose the token, else -infinity.
+        """Fill `logits` [T, V]: exact where the request in the row's slot may choose the token, else -infinity.
 
-        `x` [T, K] are the last layer's outputs. `is_counted` False: the step's command is counted when it ends, as that
-        of a tree is.
+        `x` [T, K] are the last layer's outputs. `is_counted`: whether the step's command has been counted on the device
+        by now; that of a tree is counted only when the step ends.
         """
         a, plan, num_rows = self._arrays, self._plan, len(x)
         rows, norms, screened = (a[name][:num_rows] for name in ("head_rows", "head_norms", "screened_logits"))

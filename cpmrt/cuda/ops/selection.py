@@ -1,6 +1,6 @@
-"""The choice of blocks (`select_blocks`): every block's score from the compressed keys, then the best of them.
+"""The choice of blocks (`select_blocks`): every block's score from the compressed keys, then the best blocks.
 
-A score's bits depend neither on the grid nor on what other rows there are.
+A score's bits depend neither on the grid nor on the other rows of the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cpmrt.tensor_spec import BufferSpec
 
 @dataclass(frozen=True)
 class ScoreConstants(HeadConstants):
-    """`tree`: rows of draft trees; `fp8`: keys of their paths are codes."""
+    """Compile-time constants of select_blocks.cu. `tree`: rows of draft trees; `fp8`: keys of their paths are codes."""
 
     tree: bool
     fp8: bool | None = None
@@ -44,9 +44,9 @@ SCORE_CHUNK = KernelSpec(
 PICK_BLOCKS = KernelSpec("pick_blocks", "attention/pick_blocks.cu", "select_blocks", ("THREADS",), hot=True)
 _HEAD_TILE = 16
 _MOST_WARPS, _RESIDENT_BLOCKS = 4, 3
-"""`select_blocks.cu`: a block has at most so many warps, and so many of its blocks run on a multiprocessor."""
+"""`select_blocks.cu`: the most warps of a block, and how many of its blocks run on a multiprocessor."""
 _COARSE_KEYS, _FINE_BLOCKS = 32, 8
-"""`select_blocks.cu`: a warp takes so many entries of K2 at a time, or those of K1 of so many blocks of tokens."""
+"""`select_blocks.cu`: entries of K2 that a warp takes at a time, and blocks of tokens whose entries of K1 it takes."""
 _CHUNK_ROWS, _CHUNK_KEYS, _CHUNK_STAGES, _CHUNK_BLOCKS = 16, 64, 8, 16
 """`score_chunk`: rows of a block, compressed keys of a tile, tiles in shared memory, blocks of tokens of a tile."""
 _CHUNK_THREADS = (_CHUNK_ROWS + 4) * 32
@@ -57,11 +57,11 @@ _WORKSPACE_BYTES = 48 << 20
 
 @dataclass(frozen=True)
 class SelectionPlan:
-    """How blocks are chosen, `rows_per_pass` rows at a time, out of `pages` of a sequence at most.
+    """The plan by which blocks are chosen, `rows_per_pass` rows at a time, among at most `pages` blocks of a sequence.
 
-    `coarse_tiles`: most tiles of coarse keys that a row needs; `scores` and `log_sums` count the float32 elements of
-    the workspace. With `has_chunk_kernel` the rows of a prefill chunk are scored by `score_chunk`, which needs no sums;
-    their bits are others than those of a step of few rows.
+    `coarse_tiles`: the most tiles of coarse keys (K2) that a row needs; `scores` and `log_sums` are the numbers of
+    float32 elements of the workspace. With `has_chunk_kernel` the rows of a prefill chunk are scored by `score_chunk`,
+    which needs no log sums; its scores have other bits than those of the rows of other steps.
     """
 
     heads: HeadConstants
@@ -81,7 +81,7 @@ class SelectionPlan:
         has_chunk_kernel, coarse_tiles = device.capability == 90 and group == _HEAD_TILE, ceil(pages / _COARSE_KEYS)
         scores = shape.num_kv_heads * pages * 2
         log_sums = shape.num_kv_heads * coarse_tiles * ceil(group / _HEAD_TILE) * _HEAD_TILE
-        # Passes of equal length; whatever the context, all rows of a decode step in one.
+        # Passes of equal length; one pass takes all rows of a decode step, whatever the context.
         limit = max(MAX_ROWS, _WORKSPACE_BYTES // (4 * (scores + (0 if has_chunk_kernel else log_sums))))
         rows = min(max_rows, ceil(ceil(max_rows / ceil(max_rows / limit)) / _CHUNK_ROWS) * _CHUNK_ROWS)
         return cls(
@@ -104,18 +104,18 @@ class SelectionPlan:
 
     @property
     def fine_tiles(self) -> int:
-        """Most tiles of fine keys that a row needs."""
+        """The most tiles of fine keys (K1) that a row needs."""
         return ceil(self.pages / _FINE_BLOCKS)
 
     @staticmethod
     def rows_per_block(rows: int) -> int:
-        """Warps of a block that take the same keys for neighbouring rows."""
+        """Return how many neighbouring rows share a block, whose warps take the same keys for different rows."""
         return min(_MOST_WARPS, 1 << (rows.bit_length() - 1))
 
     def shape(self, rows: int, tiles: int) -> tuple[tuple[int, int, int], int]:
-        """Grid and threads a block for `rows` rows of at most `tiles` tiles of keys each.
+        """Return grid and threads of a block for `rows` rows of at most `tiles` tiles of keys each, a warp for a tile.
 
-        A tile is one warp's. Few are spread over all multiprocessors; many take all blocks that these hold.
+        Few tiles are spread over all multiprocessors; many take as many blocks as fit on them at once.
         """
         together = self.rows_per_block(rows)
         groups = ceil(rows / together) * self.num_kv_heads
@@ -125,7 +125,7 @@ class SelectionPlan:
         return (min(wanted, ceil(tiles * together / warps)), ceil(rows / together), self.num_kv_heads), warps * 32
 
     def chunk_grid(self, rows: int) -> tuple[int, int, int]:
-        """The grid of `score_chunk`: a block a multiprocessor, also for few rows."""
+        """Return the grid of `score_chunk`: a block for each multiprocessor, also for few rows."""
         groups = ceil(rows / _CHUNK_ROWS)
         wanted = max(1, self.num_sms // (groups * self.num_kv_heads))
         return min(wanted, ceil(self.pages / _CHUNK_BLOCKS)), groups, self.num_kv_heads
@@ -139,7 +139,7 @@ class BlockChoice:
         self._scores, self._log_sums = arrays["block_scores"], arrays["block_log_sums"]
 
     def __call__(self, given: Operands, sparse: SparseConfig) -> None:
-        """Store in `out` what each row chooses, as many rows at a time as the workspace holds."""
+        """Store in `out` the blocks that each row chooses, as many rows at a time as the workspace holds."""
         plan = self._plan
         for first in range(0, len(given.q), plan.rows_per_pass):
             part = given.part(slice(first, first + plan.rows_per_pass))
@@ -164,7 +164,7 @@ class BlockChoice:
         plan, rows, keys, num_rows = self._plan, given.rows, given.kv.compressed, len(given.q)
         assert keys is not None
         is_tree, scored = rows.tree_masks is not None, given.kv.scored_keys
-        # Rows of trees alone read keys themselves.
+        # Only rows of trees read keys besides the compressed ones.
         has_codes = is_tree and isinstance(scored, Fp8Pages)
         constants = ScoreConstants(plan.heads.head_dim, plan.heads.group, tree=is_tree, fp8=has_codes or None)
         codes = (scored.scales, scored.nodes, scored.node_scales) if has_codes else ()
@@ -194,5 +194,5 @@ class BlockChoice:
 
 
 def _forced(sparse: SparseConfig) -> tuple[np.int32, np.int32]:
-    """The counts of blocks that every row looks at: the first ones, and those behind its own."""
+    """Return the numbers of blocks that every row looks at: the first of the sequence, and those before its own."""
     return np.int32(sparse.init_blocks), np.int32(sparse.local_blocks)

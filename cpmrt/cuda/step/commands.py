@@ -22,8 +22,8 @@ from cpmrt.executor import MAX_ROWS, Admit, Prefill, Recall
 
 
 def command_bytes(prefill_chunk: int, pages_per_sequence: int) -> int:
-    """An entry of the command ring has so many bytes: a header, then a state and a table, MAX_ROWS slots with a token
-    each, or a chunk."""
+    """Return the bytes of an entry of the command ring: a header, then a slot's state and block table, or MAX_ROWS
+    slots with a token each, or a chunk."""
     payload = max(SLOT_STATE.itemsize + 4 * pages_per_sequence, 8 * MAX_ROWS, 4 * prefill_chunk)
     return -(-(COMMAND.itemsize + payload) // 64) * 64
 
@@ -38,8 +38,8 @@ def write_slots(entry: Array, kind: int, slots: Sequence[int]) -> None:
 
 
 def write_certain(entry: Array, slots: Sequence[int], certain: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Write the command of a decode step whose slots bring these tokens: a row for each slot, -1 for a token, and one
-    for each of its tokens. Raises RequestError as `write_step` does."""
+    """Write the command of a decode step whose slots bring certain tokens: for each slot a row with -1, which stands
+    for its last token, and a row for each certain token. Raises RequestError as `write_step` does."""
     rows = [(slot, token) for slot, tokens in zip(slots, certain, strict=True) for token in (-1, *tokens)]
     _checked_tokens([token for tokens in certain for token in tokens], vocab_size)
     _write_header(entry, DECODE_CERTAIN, len(rows), slots[0])
@@ -47,7 +47,7 @@ def write_certain(entry: Array, slots: Sequence[int], certain: Sequence[Sequence
 
 
 def write_step(entry: Array, step: Admit | Recall | Prefill, vocab_size: int) -> None:
-    """Write the command of a step that brings something along.
+    """Write the command of a step that brings a slot's state and pages, or tokens.
 
     Raises RequestError for what the device cannot hold, before a byte is written: more stop ids or biases than fit, and
     a token id that the model does not have, with which the device would read past its tables.
@@ -68,7 +68,7 @@ def write_step(entry: Array, step: Admit | Recall | Prefill, vocab_size: int) ->
 
 
 def slot_state(step: Admit) -> Array:
-    """A SLOT_STATE in which nothing has run yet. Raises RequestError for more stop ids or biases than fit."""
+    """Return the SLOT_STATE of a new sequence. Raises RequestError for more stop ids or biases than fit."""
     stop_ids = sorted(set(step.stop_token_ids))
     if len(stop_ids) > MAX_STOP_IDS:
         raise RequestError(
@@ -84,7 +84,7 @@ def slot_state(step: Admit) -> Array:
     state = np.zeros((), SLOT_STATE)
     for name in ("top_k", "temperature", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         state[name] = getattr(sampling, name)
-    # As the oracle compares: top_p 1 in float64 is off, whatever float32 makes of a value just below it.
+    # Only a top_p of 1 in float64 is off, as in the NumPy executor: a value just below must not become 1 in float32.
     state["top_p"] = min(sampling.top_p, float(np.nextafter(np.float32(1), np.float32(0)))) if sampling.top_p < 1 else 1
     state["log_min_p"] = np.log(np.float32(sampling.min_p)) if np.float32(sampling.min_p) > 0 else -np.inf
     state["seed"] = step.seed & (2**64 - 1)

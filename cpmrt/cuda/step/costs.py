@@ -1,4 +1,4 @@
-"""What steps cost, by which the engine chooses between drafting and decoding: measured at start."""
+"""Measures at start how long steps take, by which the engine chooses between drafting and decoding."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _SLOT, _WARM_UP, _TIMED = 0, 2, 5
 _COVERED_S = 1e-3
-"""The host may be busy elsewhere for so long before the device has nothing to do."""
+"""Seconds that the host may be busy elsewhere before the device has nothing to do."""
 _PROMPT = (0,) * 64
-"""A prompt so long that n-grams repeat."""
+"""A prompt long enough that its n-grams repeat, as prompt lookup needs."""
 
 PassSeconds = Callable[[int], tuple[float, float]]
 
@@ -34,8 +34,8 @@ def measured_limits(
     Nobody else may use the executor meanwhile. `pass_seconds(shape)` measures the passes of the draft and those of the
     target in a step that has just been run. A shape that the context is too short for seems to cost only the passes.
 
-    Of long steps fewer may be in flight from then on, unless several are one launch: what is in flight when a sequence
-    ends runs before the next one's first token, and a draft step is chosen that much before its turn.
+    The longer a step, the fewer may be in flight from then on, unless several are one launch: steps in flight when a
+    sequence ends run before the next one's first token, and a draft step is chosen that many steps before its turn.
     """
     limits = executor.limits
     plain, parts, totals = _seconds(executor, Decode((_SLOT,))), list[StepParts](), list[float]()
@@ -53,7 +53,7 @@ def measured_limits(
 
 
 def enough_in_flight(step_s: float, at_most: int) -> int:
-    """Return how many steps of so many seconds keep the device busy."""
+    """Return how many steps of `step_s` seconds have to be in flight to keep the device busy, limited to `at_most`."""
     return min(at_most, max(2, 1 + ceil(_COVERED_S / step_s)))
 
 
@@ -64,7 +64,10 @@ def _seconds(executor: Executor, step: Step) -> float:
 
 
 def _seconds_of_several(executor: Executor, count: int) -> tuple[float, ...]:
-    """Return the times of a Decode step of so many sequences, and of a Speculate step of each shape that takes them."""
+    """Return the seconds of a Decode step of `count` sequences, then of a Speculate step of each shape.
+
+    They are infinite for a shape that does not take so many sequences.
+    """
     limits, slots = executor.limits, tuple(range(count))
     for slot in slots:
         _begin(executor, slot)
@@ -84,7 +87,8 @@ def _begin(executor: Executor, slot: int) -> None:
 
 
 def _median_seconds(executor: Executor, step: Step) -> float:
-    """Return the median time of single steps, each waited for: what run-ahead hides is alike for all."""
+    """Return the median time of single steps, each waited for: the time that run-ahead hides is the same for all steps.
+    """
     times = []
     for _ in range(_WARM_UP + _TIMED):
         begun = perf_counter()
@@ -94,7 +98,7 @@ def _median_seconds(executor: Executor, step: Step) -> float:
 
 
 def launch_seconds(stream: Stream, launches: Callable[[], None]) -> float:
-    """Return the time of launches that have run before, as one graph."""
+    """Return the seconds that launches take as one graph; they must have run before, so that kernels are loaded."""
     import cupy
 
     graphs = Graphs(stream, enabled=True)

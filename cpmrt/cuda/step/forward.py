@@ -30,9 +30,9 @@ from cpmrt.ops import ANY_ROWS, RowKind, Rows
 class StepForward:
     """Launches the model's layers and head on `arrays`: the regions of a memory plan with `caches`, by name.
 
-    While `launcher` records they may be stand-ins that have only shapes. With a buffer `hidden` among them every pass
-    leaves in it what a draft reads: what enters the layers `taps`, or without taps the final norm's output. `results`:
-    the address of the ring in which a screened head reports what it computed.
+    While `launcher` records, the arrays may be stand-ins that have only shapes. If `hidden` is among them, every pass
+    leaves in it the states that a draft reads: the inputs of the layers `taps`, or without taps the final norm's
+    output. `results`: the address of the ring in which a screened head reports how many tokens it computed exactly.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class StepForward:
         return other
 
     def every_shape(self, buckets: Iterable[int], row_counts: Iterable[int]) -> None:
-        """Each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token.
+        """Run each shape once: chunks of the buckets, decode steps of the row counts, and the head of a first token.
 
-        The weights must be there: a screen of the head is made of it.
+        The weights must be loaded, because this also makes the screen of the head.
         """
         if self.screen is not None:
             self.screen.fill()
@@ -81,16 +81,19 @@ class StepForward:
         self.head_of_first_row()
 
     def chunk(self, num_rows: int) -> None:
-        """The rows of a prefill chunk through every layer; their states begin in row 1 of `hidden`."""
+        """Run the rows of a prefill chunk through every layer; their states begin in row 1 of `hidden`."""
         self._layers(num_rows, first_state=1, is_prefill=True)
 
     def screenings(self, num_rows: int) -> tuple[bool, ...]:
-        """Return what `is_screened` may be of a step of so many rows."""
+        """Return the values that `is_screened` may have for a step of `num_rows` rows."""
         can_screen = self.screen is not None and num_rows <= self.screen.most_rows
         return (False, True) if can_screen else (False,)
 
     def row_kinds(self, num_rows: int) -> tuple[RowKind, ...]:
-        """Return the kinds of rows that a decode step of so many tells apart, the narrowest first, ANY_ROWS last."""
+        """Return the row kinds for which a decode step of `num_rows` rows has launches of its own.
+
+        The narrowest comes first, ANY_ROWS last.
+        """
         kinds = self._kinds_of_any_length(num_rows)
         if self._has_short(num_rows):
             return (replace(kinds[0], length="short"), *kinds)
@@ -98,39 +101,42 @@ class StepForward:
         return (RowKind("long"), *kinds) if has_long else kinds
 
     def _kinds_of_any_length(self, num_rows: int) -> tuple[RowKind, ...]:
-        """Return the kinds that do not tell lengths apart; rows of the first one see all keys."""
+        """Return the row kinds that say nothing about lengths; rows of the first one see all keys."""
         if self._model.config.sparse is not None and num_rows == 1 and "draft_tree" not in self._arrays:
             return RowKind(is_inside=True, is_dense=True), RowKind(is_inside=True), ANY_ROWS
         return self.tree_kinds
 
     def _has_short(self, num_rows: int) -> bool:
-        """Whether so many rows that see all keys are launched otherwise where they are short."""
+        """Whether `num_rows` rows that see all keys have launches of their own where all are short."""
         if num_rows == 1 and self._joins:
             return True
         return self._attention is not None and self._attention.has_short_launch(num_rows)
 
     def decode(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
-        """Rows of at most MAX_ROWS sequences through every layer and the head.
+        """Run at most MAX_ROWS rows through every layer and the head.
 
-        `is_screened`: logits of tokens that no row can choose are -infinity. `kind`: as `Rows` has it.
+        `is_screened`: logits of tokens that a row cannot choose are -infinity. `kind`: that of all rows (`Rows.kind`).
         """
         x = self._layers(num_rows, kind=kind)
         self._head(x, is_screened=is_screened, is_counted=True)
 
     @property
     def tree_kinds(self) -> tuple[RowKind, ...]:
-        """The kinds of nodes that a pass over draft trees tells apart, ANY_ROWS last."""
+        """The row kinds for which a pass over draft trees has launches of its own, ANY_ROWS last."""
         return (ANY_ROWS,) if self._model.config.sparse is None else (RowKind(is_dense=True), ANY_ROWS)
 
     def tree(self, num_rows: int, *, is_screened: bool = False, kind: RowKind = ANY_ROWS) -> None:
-        """The nodes of draft trees through every layer and the head. Options as those of `decode`."""
+        """Run the nodes of draft trees through every layer and the head. Options as those of `decode`."""
         places = (self._arrays[name][:num_rows] for name in ("locations", "tree_masks", "tree_base"))
         x = self._layers(num_rows, *places, kind=kind)
         self._head(x, is_screened=is_screened, is_counted=False)
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
-        """Take in the path of each tree of so many nodes, whose keys and values are at their positions in pages of 16
-        bits: codes in fp8, what sparse attention keeps of them, and of one tree recurrent states."""
+        """Update the caches to the accepted path of each tree of `tree_nodes` nodes.
+
+        In pages of 16 bits its keys and values are at their positions already. This writes the codes of pages in fp8
+        and the compressed keys of sparse attention, and takes recurrent states, of one tree only, through the path.
+        """
         a = self._arrays
         if "k_pages" in a or "k_codes" in a:
             pages, tree = kv_pages(a), (a["draft_tree"], a["block_tables"])
@@ -145,7 +151,7 @@ class StepForward:
         self, num_rows: int, *places: Any, first_state: int = 0, is_prefill: bool = False,
         kind: RowKind = ANY_ROWS,
     ) -> Any:  # fmt: skip
-        """The rows at the front of the buffers; returns the last layer's outputs."""
+        """Run the rows at the front of the buffers through the layers; return the last layer's outputs."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
         rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places, kind=kind)
@@ -153,7 +159,7 @@ class StepForward:
         return self._model.forward(self.ops, arrays, rows, hidden)
 
     def _head(self, x: Any, *, is_screened: bool, is_counted: bool) -> None:
-        """Logits of the rows of a step. `is_counted`: as `ScreenedHead` has it."""
+        """Compute the logits of a step's rows. `is_counted`: as in `ScreenedHead`."""
         logits = self._arrays["logits"][: len(x)]
         if not is_screened:
             self.head(logits, x)
@@ -163,16 +169,16 @@ class StepForward:
         self.screen(logits, x, norm, config.rms_norm_eps, config.logit_divisor, is_counted=is_counted)
 
     def head_of_first_row(self) -> None:
-        """Logits of row 0."""
+        """Compute the logits of row 0."""
         self.head(self._arrays["logits"][:1], self._arrays["x"][:1])
 
     def head(self, logits: Any, x: Any) -> None:
-        """Logits of rows of the last layer's output, at most MAX_ROWS."""
+        """Compute the logits of at most MAX_ROWS rows of the last layer's output."""
         self._model.logits(self.ops, logits, x)
 
 
 def _joins(layer: BoundLayer, decode: DecodePlan, device: Device) -> bool:
-    """Whether the attention of one short row is one launch with its queries, keys and values."""
+    """Whether the attention of one short row is one launch together with the product of its q, k and v."""
     mixer, bound = layer.config.mixer, layer.mixer
     if not isinstance(mixer, GroupedAttention) or not isinstance(bound, BoundAttention):
         return False

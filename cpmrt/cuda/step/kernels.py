@@ -38,7 +38,7 @@ LOOP_END = KernelSpec("loop_end", "step/loop.cu", reason="bookkeeping: whether a
 
 
 def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module, Module]:
-    """What `StepKernels` launches."""
+    """Return the modules that `StepKernels` launches, those of step.cu, sampling.cu and masked_sampling.cu."""
     sampling = {"VOCAB": config.vocab_size, "PORTABLE": int(device.is_portable)}
     steps = {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}
     return (ADMIT.file, steps), (SAMPLE.file, sampling), (SAMPLE_MASKED.file, sampling)
@@ -61,7 +61,7 @@ class StepKernels:
         self._blocks_per_row = 8 if device.capability >= 90 else 1
 
     def load(self, *, loops: bool) -> None:
-        """Load every kernel without running one; `loops`: that of `loop_end` too."""
+        """Load every kernel without running one; `loop_end` only with `loops`."""
         if loops:
             self._launch.modules.kernel(LOOP_END, {})
         for spec in (ADMIT, RECALL, STEP_BEGIN, CERTAIN_BEGIN, PREFILL_BEGIN, PREFILL_END, FIRST_BEGIN):
@@ -87,7 +87,7 @@ class StepKernels:
         self._step(STEP_BEGIN, 1, 64, *outputs, a["step_context"], *self._in(), *sizes)
 
     def certain_begin(self, num_rows: int) -> None:
-        """Set up the rows of a decode step as `step_begin` does, and those of tokens that its slots bring."""
+        """Set up the rows of a decode step as `step_begin` does, and rows of its slots' certain tokens."""
         a = self._arrays
         rows = (a["token_ids"], a["positions"], a["slots"], a["sampled_slots"], a["slot_states"], a["token_counts"])
         sizes = (self._max_context, np.int32(num_rows))
@@ -115,7 +115,10 @@ class StepKernels:
         )  # fmt: skip
 
     def sample_masked(self, num_rows: int, masks: MaskRing, slots: str = "slots") -> None:
-        """Sample as `sample` does, each row with what `masks` has or will have for it; `slots`: where theirs are."""
+        """Sample as `sample` does, each row under its mask in `masks`, which the kernel waits for.
+
+        `slots`: the name of the array of the rows' slots.
+        """
         a = self._arrays
         self._launch(
             SAMPLE_MASKED, self._sampling, (self._blocks_per_row, num_rows), 512,
@@ -124,9 +127,10 @@ class StepKernels:
         )  # fmt: skip
 
     def loop_end(self, num_rows: int, num_words: int, handle: np.uint64, num_passes: int, num_steps: int) -> None:
-        """End `num_steps` steps that are the body of the WHILE node with this handle, which passes it so often.
+        """End a pass of `num_steps` steps, the body of the WHILE node with this handle, and decide whether it goes on.
 
-        `num_rows`: of a step, that may have sequences; `num_words`: that answer its command.
+        The node makes at most `num_passes` passes, and none more once all sequences have finished. `num_rows`: the rows
+        of a step that may have sequences. `num_words`: the words that answer the command of a step.
         """
         a, sizes = self._arrays, map(np.int32, (num_passes, num_steps, num_rows, num_words))
         outputs = (self._results, a["step_context"])

@@ -1,4 +1,4 @@
-"""What each graph of a step launches, other than those of a draft."""
+"""The launches of each graph of a step, other than those of a draft."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from cpmrt.ops import RowKind
 
 
 def run_on_padding(launcher: Launcher, graphs: Graphs, slots: DeviceArray, forward: Callable[[], None]) -> None:
-    """Compile what a forward needs that no step has run yet, and run it once on padding rows, which loads it. `slots`:
-    those of its rows. Raises MemoryPlanError, DeviceError, KernelCompileError."""
+    """Compile the kernels of a forward that no step has run yet, and run it once on padding rows to load them. `slots`:
+    the array of its rows' slots. Raises MemoryPlanError, DeviceError, KernelCompileError."""
     with launcher.recording() as modules:
         forward()
     launcher.modules.compile(modules)
@@ -36,9 +36,9 @@ def step_launches(
     row_counts: Iterable[int],
     after_decode: Callable[[int], None] | None,
 ) -> dict[Hashable, Callable[[], None]]:
-    """Return by name of its graph what admits a sequence, recalls cached tokens, prefills a chunk of each bucket, gives
-    its first token, and decodes each number of rows of each kind, with the head screened too where it can be.
-    `after_decode(rows)` ends a decode step, unless it is None."""
+    """Return the launches of each graph by its name: to admit a sequence, recall cached tokens, prefill a chunk of each
+    bucket, sample the first token after a prompt, and decode each number of rows of each kind, also with the head
+    screened where it can be. `after_decode(rows)` ends a decode step, unless it is None."""
 
     def first() -> None:
         steps.first_begin()
@@ -71,8 +71,8 @@ def step_launches(
 def masked_launches(
     steps: StepKernels, forward: StepForward, masks: MaskRing, after_decode: Callable[[int], None] | None
 ) -> tuple[Callable[[int, RowKind], None], Callable[[], None]]:
-    """Return what decodes a number of rows of a kind, certain tokens among them, under masks, and what gives the token
-    behind a prompt under one."""
+    """Return two functions that launch steps under masks: one decodes a number of rows of a kind, certain tokens among
+    them, and one samples the first token after a prompt."""
 
     def decode(num_rows: int, kind: RowKind) -> None:
         steps.certain_begin(num_rows)

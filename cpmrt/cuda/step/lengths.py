@@ -1,4 +1,4 @@
-"""How long sequences are, as far as the host knows before it has read the results of the last steps."""
+"""Counts the tokens of sequences as far as the host knows them before it has read the results of the last steps."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from cpmrt.ops import SHORT_KEYS, WINDOW_STRIDE, RowKind
 
 
 class Lengths:
-    """The tokens of each slot at most, once the steps so far have run, also if they accept all that is drafted.
+    """Upper bounds of the tokens that each slot has once the steps so far have run, with all drafted tokens accepted.
 
-    They are known exactly where the results of all steps that drafted have been read, but for a sequence that ends
-    within those steps.
+    A bound is exact where the results of all steps that drafted have been read, except for a sequence that ends within
+    those steps.
     """
 
     def __init__(self, shapes: Sequence[TreeShape], dense_context: int = 0):
         self._shapes, self._dense_context, self._tokens = shapes, dense_context, dict[int, int]()
         self._prefills = dict[int, int]()
-        """How many prefills each slot has had: what came of a step before the last one counts no more."""
+        """How many prefills each slot has had: the result of a step before the last prefill no longer counts."""
 
     def add(self, step: Step) -> None:
-        """Count what the step adds, before it runs."""
+        """Count the tokens that the step adds, before it runs."""
         tokens = self._tokens
         if isinstance(step, Decode):
             for slot in step.slots:
@@ -38,7 +38,7 @@ class Lengths:
                 tokens[slot] = self.of(slot) + self._shapes[step.shape].max_emitted
 
     def followed(self, step: Speculate, pending: Pending) -> Pending:
-        """Return the pending result of a step that has been added, which tells how many tokens came once it is read."""
+        """Return the pending result of an added step; reading it corrects the bounds to the tokens that came."""
         prefills = [self._prefills.get(slot, 0) for slot in step.slots]
 
         def tell(result: StepResult) -> None:
@@ -49,19 +49,21 @@ class Lengths:
         return _Telling(pending, tell)
 
     def of(self, slot: int) -> int:
-        """Return the tokens of the slot at most."""
+        """Return the most tokens that the slot may have."""
         return self._tokens.get(slot, 0)
 
     def narrowest(self, kinds: Sequence[RowKind], slots: Sequence[int], num_rows: int) -> RowKind:
-        """Return the first of these kinds, the last of which is ANY_ROWS, that all rows of these slots are of."""
+        """Return the first of these kinds that holds for all rows of these slots; the last kind is ANY_ROWS."""
         for kind in kinds[:-1]:
             if self.are(kind, slots, num_rows):
                 return kind
         return kinds[-1]
 
     def are(self, kind: RowKind, slots: Sequence[int], num_rows: int) -> bool:
-        """Whether the rows of these slots in a step of so many, which has been counted, are all of this kind; of long
-        ones none is padding, and where steps draft it is not known whether rows are inside windows."""
+        """Whether all rows of a step of `num_rows` rows on these slots, which has been added, are of this kind.
+
+        A step of long rows has no padding. Where steps draft, it is not known whether rows are inside windows.
+        """
         tokens = [self.of(slot) for slot in slots]
         if kind.length == "short" and max(tokens) > SHORT_KEYS:
             return False
@@ -73,7 +75,7 @@ class Lengths:
 
 
 class _Telling:
-    """A pending result that tells what it is when it is read, once."""
+    """A pending result that calls `tell` with the result when it is first read."""
 
     def __init__(self, pending: Pending, tell: Callable[[StepResult], None]):
         self._pending = pending

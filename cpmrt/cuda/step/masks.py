@@ -38,13 +38,13 @@ class MaskRing:
 
     @property
     def addresses(self) -> tuple[np.uint64, np.uint64]:
-        """The addresses of what is ready and of the bits, as kernels take them."""
+        """The addresses of the words that say which masks are ready, and of the masks' bits, as kernels take them."""
         return np.uint64(self._ready.device_address), np.uint64(self._bits.device_address)
 
     def write(self, number: int, masks: Sequence[Mask | None]) -> None:
         """Write the masks of command `number`, each now or when it is filled.
 
-        The command that had its place in the ring must be answered.
+        The earlier command with the same place in the ring must be answered.
         """
         self.forget(number)
         for row, mask in enumerate(masks):
@@ -54,12 +54,12 @@ class MaskRing:
                 mask.on_fill = partial(self._write, number, row)
 
     def forget(self, number: int) -> None:
-        """Have no row of command `number` a mask yet: a command of this number may have failed before it was launched,
-        and have left some."""
+        """Mark all rows of command `number` as having no mask yet: an earlier command of this number may have failed
+        before it was launched, and have left some."""
         self._ready_words[(number - 1) % RING_ENTRIES] = 0
 
     def write_nodes(self, number: int, num_nodes: int, left: Mapping[int, bytes | None]) -> None:
-        """Write the masks of the nodes of command `number` that are left; the others are cut."""
+        """Write the masks `left` by node of command `number`, and mark its other nodes as cut."""
         for node in range(num_nodes):
             if node in left:
                 self._write(number, node, left[node])
@@ -79,7 +79,7 @@ class MaskRing:
             target[:count] = np.frombuffer(bits, np.uint8, count)
             target[count:] = 0
             target[self._num_bytes - 1] &= self._last_byte
-            # A release and then an acquire of one lock: on ARM too, the device sees the bits before it sees `ready`.
+            # Releasing and then acquiring a lock makes the device see the bits before the ready word, on ARM too.
             for _ in range(2):
                 with self._barrier:
                     pass
@@ -126,7 +126,7 @@ class MaskedTree:
         masks.on_let_go = self._let_go
 
     def __call__(self) -> bool:
-        """Write the masks if the tree is reported by now, and tell whether it is still to come.
+        """Write the masks if the device has reported the tree by now; return whether it has yet to do so.
 
         Raises MaskError if nobody has called this for so long that the device has given up.
         """
@@ -153,10 +153,10 @@ class MaskedTree:
 
 
 class MaskedGraphs:
-    """Starts the graphs of steps with masks. They are captured when they are first needed: mostly nobody needs any.
+    """Starts the graphs of steps with masks. They are captured when first needed, since mostly none are.
 
-    `decode(rows, kind)` and `first()` launch what is captured (`launches.masked_launches`); `prepare(rows)` comes
-    before the former. `kinds`: those that a number of rows tells apart, if it tells any.
+    `decode(rows, kind)` and `first()` are the launches to capture (`launches.masked_launches`); `prepare(rows)` loads
+    the kernels of the former. `kinds`: the row kinds of a number of rows, for numbers with more kinds than ANY_ROWS.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class MaskedGraphs:
         self._captured = set[Hashable]()
 
     def run_decode(self, num_rows: int, kind: RowKind) -> None:
-        """Start a decode step of so many rows, padding among them, all of this kind. Those of all kinds are captured
-        with the first one: a later step may be submitted while one waits for its masks."""
+        """Start a decode step of `num_rows` rows, padding among them, all of this kind. The first such step captures
+        the graphs of all kinds: a later one may be submitted while a step waits for its masks."""
         for each in self._kinds.get(num_rows, (ANY_ROWS,)):
             key = "masked", num_rows, each
             if key not in self._captured:
@@ -178,12 +178,12 @@ class MaskedGraphs:
         self._graphs.run(("masked", num_rows, kind))
 
     def prepare_first(self) -> None:
-        """Capture what `run_first` starts. It may fail, which must be before the prompt's last chunk takes its command:
-        host and device count commands apart."""
+        """Capture the graph of `run_first`. A failure has to come before the command of the prompt's last chunk is
+        written: host and device count commands separately."""
         self._capture(_FIRST, self._first)
 
     def run_first(self) -> None:
-        """Start what gives the token behind a prompt, after the graph of its last chunk."""
+        """Start the sampling of the first token after a prompt, behind the graph of its last chunk."""
         self.prepare_first()
         self._graphs.run(_FIRST)
 

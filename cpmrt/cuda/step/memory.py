@@ -1,6 +1,6 @@
-"""What the CUDA executor needs in the arena beside weights, KV pages and the forward's own buffers.
+"""Sizes of the CUDA executor's own buffers in the arena: block tables, slot states, rows of a step, kernel workspace.
 
-Pure sizes, without a device: `cpmrt plan` uses them too.
+They take a description of the device only, not the device itself, so `cpmrt plan` can use them too.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 _FEW_ROWS = 8
-"""Rows of a step that there is always memory for: a sequence with the certain tokens of a short run."""
+"""The rows of a step that there is always memory for: one sequence with a short run of certain tokens."""
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Rows of a chunk, padding included."""
+"""Sizes of prefill chunks in rows, padding included."""
 
 
 def buckets(prefill_chunk: int) -> tuple[int, ...]:
-    """Chunk sizes that a prefill graph is captured for: the smallest that hold `prefill_chunk` tokens and less."""
+    """Return the chunk sizes that prefill graphs are captured for; the last one holds `prefill_chunk` tokens."""
     smaller = [size for size in BUCKETS if size < prefill_chunk]
     return (*smaller, next((size for size in BUCKETS if size >= prefill_chunk), prefill_chunk))
 
@@ -50,21 +50,24 @@ def most_rows(engine: EngineConfig) -> int:
 
 
 def most_step_rows(config: ModelConfig, engine: EngineConfig) -> int:
-    """Return the most rows of a step that is no chunk. With latent attention each of them has megabytes of its own."""
+    """Return the most rows of a step other than a prefill chunk.
+
+    With latent attention they are as few as the settings allow, since each row has megabytes of workspace.
+    """
     if engine.speculation or config.of_kind(LatentAttention) is None:
         return MAX_ROWS
     return max(row_counts(engine.max_sequences)[-1], _FEW_ROWS)
 
 
 def certain_rows(config: ModelConfig, engine: EngineConfig, caches: CacheLayout) -> int:
-    """Return the most rows of a decode step whose slots bring certain tokens. 0, none do: the state of a sequence
-    takes one token a step."""
+    """Return the most rows of a decode step whose slots bring certain tokens; 0 with recurrent states, which take one
+    token a step."""
     most = engine.max_sequences * (1 + MAX_CERTAIN)
     return 0 if caches.has_state else min(most, most_step_rows(config, engine))
 
 
 def row_counts(max_sequences: int) -> tuple[int, ...]:
-    """Rows that a decode graph is captured for."""
+    """Return the numbers of rows that decode graphs are captured for, up to the first that holds all sequences."""
     smaller = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < max_sequences]
     return (*smaller, next(count for count in (1, 2, 4, 8, 16, 32, 64) if count >= max_sequences))
 
@@ -95,7 +98,7 @@ def _attention(
 
 
 def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
-    """Return the buffers that say which rows a step has, at most `max_rows`."""
+    """Return the buffers that hold the rows of a step, at most `max_rows`: their tokens, positions and slots."""
     return (
         BufferSpec("token_ids", (max_rows,), EMBED, HEAD, np.int32),
         BufferSpec("positions", (max_rows,), EMBED, HEAD, np.int32),
@@ -112,7 +115,7 @@ def lasting_buffer(name: str, dtype: ElementType, *shape: int) -> BufferSpec:
 def cuda_needs(
     config: ModelConfig, engine: EngineConfig, specs: Sequence[TensorSpec], device: Device
 ) -> ExecutorNeeds:
-    """Return what the executor needs in the arena without a draft. Raises UnsupportedModelError, ConfigError."""
+    """Return the buffers of the executor in the arena, without a draft's. Raises UnsupportedModelError, ConfigError."""
     max_rows, screened = most_rows(engine), screened_spec(specs) if engine.lm_head_screen else None
     step_rows = MAX_ROWS if engine.speculation else row_counts(engine.max_sequences)[-1]
     screen = None if screened is None else ScreenPlan.of(screened.shape, device, step_rows)

@@ -1,4 +1,4 @@
-"""Chunks of a prompt outside of steps: what the model says at every position, for tools and embeddings."""
+"""Runs chunks of a prompt outside of steps, for the logits or states of every position: for tools and embeddings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PromptPasses:
                 self.arrays["block_tables"][slot, : len(block_table)].set(np.array(block_table, np.int32))
 
     def run(self, slot: int, token_ids: tuple[int, ...], start: int, bucket: int) -> None:
-        """Run a chunk from position `start` on; what the bucket of rows has beyond it is padding."""
+        """Run a chunk from position `start` on; rows of the bucket beyond its tokens are padding."""
         count = len(token_ids)
         with self.stream:
             for name, values, padding in (
@@ -51,7 +51,7 @@ class PromptPasses:
     def logits(self, num_rows: int) -> F32:
         """Return the logits of the rows of the chunk that ran last, float32 [rows, V]."""
         logits, out = np.empty((num_rows, self.config.vocab_size), np.float32), self.arrays["logits"][:MAX_ROWS]
-        # The last rows may be padding: another number of them would be one more kernel to compile.
+        # MAX_ROWS rows at a time, the last of them perhaps padding: another number might need one more kernel compiled.
         for first in range(0, num_rows, len(out)):
             rows, count = self.arrays["x"][first : first + len(out)], min(len(out), num_rows - first)
             self.forward.head(out[: len(rows)], rows)

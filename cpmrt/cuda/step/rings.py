@@ -2,8 +2,8 @@
 
 The host writes a command into an entry and launches; the kernels count entries by themselves. Every command is answered
 by one word a row in the entry of the result ring with the same index: low half of the command's number (from 1 on)
-shifted left by 32, and a token id, NO_TOKEN or why there is none. A word with the right number is complete, and so are
-its log-probabilities.
+shifted left by 32, and a token id, NO_TOKEN or a code that says why there is none. A word with the right number is
+complete, and so are its log-probabilities.
 """
 
 from __future__ import annotations
@@ -39,13 +39,16 @@ _MASK_FAILURES: dict[int, MaskFailure] = {NO_MASK: "late", CUT_NODE: "cut", NOTH
 _POLLS_BETWEEN_CHECKS = 1000
 _NOT_READY = 600
 """cudaErrorNotReady."""
-# Some ten milliseconds. Steps that take longer do not need a core to themselves while they run.
+# Polls during about ten milliseconds. In longer steps the waiting thread naps between polls, which frees its core.
 _POLLS_BEFORE_NAPS = 10_000
 _NAP_S = 0.0002
 
 
 class Rings:
-    """Numbers commands from 1 on: each is written, then what takes it is launched on `stream`, then it is `sent`."""
+    """The command ring and the result ring. Commands are numbered from 1 on.
+
+    Each command is written, then the kernels that take it are launched on `stream`, then it is counted by `sent`.
+    """
 
     def __init__(self, stream: Stream, prefill_chunk: int, pages_per_sequence: int, vocab_size: int):
         self._stream, self._vocab_size = stream, vocab_size
@@ -80,7 +83,7 @@ class Rings:
     def write_slots(self, kind: int, slots: tuple[int, ...]) -> None:
         """Write the next command, of a kind that only names sequences.
 
-        In a steady run its place holds the same already, and nothing is written.
+        In a steady run its place in the ring holds the same command already, and nothing is written.
         """
         place = self._free_place()
         if self._written[place] != (kind, slots):
@@ -88,7 +91,7 @@ class Rings:
             self._written[place] = kind, slots
 
     def write_certain(self, slots: tuple[int, ...], certain: tuple[tuple[int, ...], ...]) -> None:
-        """Write the next command, of a decode step whose slots bring these tokens. Raises as `write` does."""
+        """Write the next command, of a decode step whose slots bring these certain tokens. Raises as `write` does."""
         place, written = self._free_place(), None if any(certain) else (DECODE_CERTAIN, slots)
         if written is None or self._written[place] != written:
             self._written[place] = None
@@ -99,12 +102,12 @@ class Rings:
         self, num_words: int, num_logprobs: tuple[int, ...], help_along: Callable[[], bool | None] | None = None,
         *, is_screened: bool = False,
     ) -> Answer:  # fmt: skip
-        """Count the command just written, whose kernels are launched or wait to be. Returns what will answer it.
+        """Count the command just written, whose kernels are launched or wait to be. Return its pending answer.
 
-        `num_words` words answer it, as many for each slot. `num_logprobs`: what each sequence
-        asked for, empty if there are no results. `help_along` is called while somebody waits, as long as it returns
-        True: it launches a step that still waits, or says what the nodes of a tree may be. `is_screened`: if there are
-        tokens, the last word of the record says how many of all a screened head computed exactly.
+        `num_words` words answer it, as many for each slot. `num_logprobs`: how many log-probabilities each sequence
+        asked for, empty if the command has no results. `help_along` is called while somebody waits, as long as it
+        returns True: it launches a step that still waits, or writes the masks of a tree's nodes. `is_screened`: if
+        there are tokens, the last word of the record says how many a screened head computed exactly.
         """
         number = self._last_number = self._last_number + 1
         place = (number - 1) % RING_ENTRIES
@@ -184,7 +187,7 @@ class Answer:
         if tokens is None:
             return None
         result = step_result(tokens, self._record, self._num_logprobs)
-        # A launch of several steps may end before this one: then its head has not run, and counted nothing.
+        # A launch of several steps may end before this step: then its head has not run, and has reported no count.
         if self._is_screened and any(token != NO_TOKEN for token in tokens):
             rescored = answered_tokens(self._words[-1:], self._number, 1)
             if rescored is None:
@@ -193,7 +196,7 @@ class Answer:
         return result
 
     def _go_on(self) -> None:
-        """See to it that the answer comes. Raises DeviceError if it never will."""
+        """Help the answer along, and check now and then that it can still come. Raises DeviceError if it cannot."""
         if self._help_along is not None and not self._help_along():
             self._help_along = None
         self._polls += 1
@@ -204,8 +207,8 @@ class Answer:
 
 
 class WithCertain:
-    """The pending result of a decode step whose slots bring tokens: `pending` has a result for each of its rows, of
-    which the newest of a slot has the token behind them."""
+    """The pending result of a decode step whose slots bring certain tokens. `pending` has a result for each row of the
+    step; the last row of a slot has the token that follows its certain ones."""
 
     def __init__(self, pending: Pending, certain: tuple[tuple[int, ...], ...]):
         self._pending, self._certain = pending, certain
@@ -223,7 +226,7 @@ class WithCertain:
 
 
 class Nothing:
-    """The pending result of a step that the device does not see."""
+    """The empty result of a step that has no command for the device."""
 
     def is_done(self) -> bool:
         return True
@@ -245,9 +248,9 @@ def answered_tokens(words: memoryview, number: int, num_words: int) -> list[int]
 def step_result(tokens: list[int], record: np.void, num_logprobs: tuple[int, ...]) -> StepResult:
     """Return what an answered command produced for its slots, one for each entry of `num_logprobs`.
 
-    All slots have as many.
+    All slots have equally many words.
     """
-    if len(tokens) == len(num_logprobs) and not any(num_logprobs):  # mostly, and then quickly
+    if len(tokens) == len(num_logprobs) and not any(num_logprobs):  # the usual case, which has to be quick
         found = [SlotResult((token,)) if token < NOTHING_ALLOWED else _without_token(token) for token in tokens]
         return StepResult(tuple(found))
     if not num_logprobs:

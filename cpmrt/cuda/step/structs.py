@@ -15,8 +15,8 @@ RING_ENTRIES = 16
 """Commands and results that may be outstanding: entry i may be written once command i - RING_ENTRIES is answered."""
 
 SEEN, BIASED = np.uint32(0x80000000), np.uint32(0x40000000)
-"""In a word of token_counts [B, V]: the token stands in the prompt or was generated; it has a logit bias. The rest
-counts how often it was generated."""
+"""Bits in a word of token_counts [B, V]: the token stands in the prompt or was generated; it has a logit bias. The
+other bits count how often it was generated."""
 NO_TOKEN = 0xFFFFFFFF
 NON_FINITE = 0xFFFFFFFE
 """Instead of a token: the logits were such that none could be sampled (`executor.SlotResult`)."""
@@ -33,7 +33,7 @@ Field = tuple[str, str] | tuple[str, str, tuple[int, ...]] | tuple[str, Struct, 
 
 
 def struct(alignment: int, *fields: Field) -> Struct:
-    """The dtype of a C struct whose fields, (name, type) or (name, type, shape), leave no gaps but at its end."""
+    """Return the dtype of a C struct whose fields, (name, type) or (name, type, shape), leave gaps only at its end."""
     names, formats = [field[0] for field in fields], [field[1] if len(field) == 2 else field[1:] for field in fields]
     ends = list(accumulate((np.dtype(part).itemsize for part in formats), initial=0))
     size = -(-ends[-1] // alignment) * alignment
@@ -41,7 +41,7 @@ def struct(alignment: int, *fields: Field) -> Struct:
 
 
 def of_type(kind: str, *names: str) -> tuple[Field, ...]:
-    """Fields of one type."""
+    """Return fields of one type."""
     return tuple((name, kind) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""Attention kernels: a module for each kind of rows, `attention` for the ops; here what all of them have in common."""
+"""Attention kernels: a module for each kind of rows, and `attention` for the ops. Here are the parts that all use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.ops import KVPages, Rows, Selection
 
 QUERY_TILE = 16
-"""Query rows of a tile of the tensor cores (m16n8k16)."""
+"""Query rows of an MMA tile (m16n8k16)."""
 
 
 @dataclass(frozen=True)
 class HeadConstants:
-    """Elements of a head, and query heads of a KV head."""
+    """Compile-time constants of every attention kernel: elements of a head, and query heads of a KV head."""
 
     head_dim: int
     group: int
@@ -23,8 +23,8 @@ class HeadConstants:
 
 @dataclass(frozen=True)
 class Operands:
-    """What attention and the choice of blocks take: where their result goes, queries [T, HD], the pages of a layer, the
-    rows, and what these chose."""
+    """The operands of attention and of the choice of blocks: output, queries [T, HD], pages of a layer, rows, factor of
+    the scores, and the blocks that the rows chose."""
 
     out: DeviceArray
     q: DeviceArray
@@ -35,11 +35,11 @@ class Operands:
 
     @property
     def sizes(self) -> tuple[np.int32, np.int32, np.float32]:
-        """What every attention kernel takes behind its arrays: KV heads, pages of a sequence, factor of the scores."""
+        """Scalars that every attention kernel takes after its arrays: KV heads, pages of a sequence, score factor."""
         return np.int32(self.kv.k.shape[1]), np.int32(self.rows.block_tables.shape[1]), np.float32(self.scale)
 
     def part(self, part: slice) -> Operands:
-        """Return those of some of the rows."""
+        """Return the operands of a slice of the rows."""
         rows, chosen = self.rows, self.selection
         rows = replace(rows, positions=rows.positions[part], slots=rows.slots[part])
         if rows.tree_masks is not None:

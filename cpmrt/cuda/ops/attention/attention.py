@@ -1,4 +1,4 @@
-"""The attention ops of one kind of layer: plans of all their kernels, their workspace, and which kernel takes which
+"""The attention ops of one kind of layer: the plans of their kernels, their workspace, and which kernel takes which
 rows."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cpmrt.tensor_spec import BufferSpec
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How the layers that keep these `caches` attend on a device; `selection` and `selected` only with sparse
+    """The plans by which layers with these `caches` attend on a device; `selection` and `selected` only with sparse
     attention."""
 
     caches: CacheLayout
@@ -51,11 +51,11 @@ class AttentionPlan:
         return replace(plan, selection=selection, selected=SelectedChunkPlan.of(shape, device, context))
 
     def has_long_launch(self, rows: int) -> bool:
-        """Whether so many long rows of a step are launched otherwise than others."""
+        """Whether `rows` long rows of a step are launched otherwise than rows of any length."""
         return self.selection is None and self._depends_on(rows, "long")
 
     def has_short_launch(self, rows: int) -> bool:
-        """Whether so many short rows of a step that see all keys are launched otherwise than others."""
+        """Whether `rows` short rows of a step that see all keys are launched otherwise than rows of any length."""
         return self._depends_on(rows, "short")
 
     def _depends_on(self, rows: int, length: RowLength) -> bool:
@@ -64,14 +64,14 @@ class AttentionPlan:
 
     @property
     def tables(self) -> tuple[BufferSpec, ...]:
-        """The workspace that lives as long as the executor."""
+        """The buffers of attention that live as long as the executor."""
         dense_chunk = BufferSpec("dense_chunk", (4,), EMBED, HEAD, np.int32)
         sparse = () if self.selection is None else (*self.selection.tables, dense_chunk)
         return (*self.decode.tables, *sparse, *(prefill.expanded_tables(self.caches) if is_fp8(self.caches) else ()))
 
     @property
     def workspace(self) -> tuple[BufferSpec, ...]:
-        """The workspace that lives during attention."""
+        """The buffers that live during attention only."""
         return prefill.expanded_workspace(self.caches) if is_fp8(self.caches) else ()
 
 
@@ -79,8 +79,8 @@ def step_launch(
     plan: DecodePlan, rows: int, *, is_tree: bool, window: int = 0, is_selected: bool = False,
     length: RowLength | None = None,
 ) -> AttentionLaunch:  # fmt: skip
-    """Choose the kernel for so many rows of a step: of trees or not, that see all keys or chose blocks; behind a window
-    their length does not count."""
+    """Return the launch for `rows` rows of a step, of trees or not, that see all keys, a window of them or the blocks
+    that they chose. With a window `length` has no effect."""
     if is_selected and plan.has_selected_kernel:
         return selected_launch(plan, rows, is_tree=is_tree)
     if is_tree and not is_selected and shares_pages(plan, rows):
@@ -93,7 +93,7 @@ class AttentionOps:
     """The ops `select_blocks`, `decode_attention` and `prefill_attention` of `ops.protocol.Ops`.
 
     `arrays` holds the plan's workspace by name, and `chunk`: slot, start and count of a prefill chunk. `layers` may
-    launch the attention of one row together with the products around it.
+    hold back the attention of one row and launch it together with the products around it.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Attention of the rows of a step: how the keys of a row are split over blocks, and the kernel `decode_attention`.
 
-How the keys are cut into runs, and which eight of them are merged first, depends on the device and the context alone,
-never on the rows of a step: so a row's result does not either. Which blocks take the runs may depend on the rows.
+How the keys are cut into runs, and which eight runs are merged first, depends on the device and the context alone,
+never on the rows of a step, so a row's result does not depend on them either. Which blocks take the runs may depend on
+the rows.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from cpmrt.ops import SHORT_KEYS, RowLength
 from cpmrt.tensor_spec import BufferSpec
 
 SMS_OF_CLUSTER = {8: 8.8, 4: 4.4, 2: 2}
-"""Size of a cluster -> multiprocessors for each one that finds room, a block on each (measured on an H200)."""
-_STAGES_OF_MANY = 2  # of the rings of many rows, of which two on a multiprocessor keep enough in flight
-_NARROW_HEAD = 64  # up to this size a third block of attention fits on a multiprocessor
-_MOST_CLUSTERS = 32  # whose partial results one block merges for a row
-_LEAST_FILL = 0.95  # of the multiprocessors, from which on rows have pairs of blocks on one each
-_LEAST_SHARE = 0.9  # of the multiprocessors, from which on one row has a block on each instead of more blocks
+"""Blocks of a cluster -> multiprocessors that a cluster takes with a block on each (measured on an H200)."""
+_STAGES_OF_MANY = 2  # stages of a ring with many rows: the two rings of a multiprocessor keep enough in flight
+_NARROW_HEAD = 64  # up to this head_dim a third block of attention fits on a multiprocessor
+_MOST_CLUSTERS = 32  # the most clusters whose partial results one block merges for a row
+_LEAST_FILL = 0.95  # pairs of blocks, one on each multiprocessor, are used if they fill this part of the device
+_LEAST_SHARE = 0.9  # one row has whole clusters, a block on each multiprocessor, if they fill this part of the device
 _SMALL_SHARED_MEMORY = (86, 89, 120, 121)  # compute capabilities with 100 KB of shared memory a multiprocessor
 
 
 @dataclass(frozen=True)
 class DecodeConstants(HeadConstants):
-    """`stages` of the ring of pages; `portable`: without clusters; `cluster`: blocks of one; `teams` of four warps in a
-    block; `tree`: rows of draft trees; `window` in keys (0: all of them); `selected`: rows of a step (1) or of a
-    prefill chunk (2) that chose blocks; `fp8` pages."""
+    """Compile-time constants of decode_attention.cu. `stages` of the ring of pages; `portable`: without clusters;
+    `cluster`: blocks of a cluster; `teams` of four warps in a block; `tree`: rows of draft trees; `window` in keys (0:
+    all keys); `selected`: rows of a step (1) or of a prefill chunk (2) that chose blocks; `fp8` pages."""
 
     stages: int
     portable: bool
@@ -57,8 +58,9 @@ DECODE_ATTENTION = KernelSpec(
 
 @dataclass(frozen=True)
 class AttentionLaunch:
-    """One launch of `kernel` for the rows of a step. `sizes` are the integers that only this kernel takes;
-    `takes_local`: behind the arguments of a selection it wants the blocks that every row looks at behind itself."""
+    """One launch of `kernel` for the rows of a step. `sizes` are the integers that only this kernel takes.
+    `takes_local`: after the arguments of a selection it takes `local_blocks`, how many blocks before its own every row
+    looks at."""
 
     kernel: KernelSpec
     constants: HeadConstants
@@ -71,14 +73,14 @@ class AttentionLaunch:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the keys of a row are split over `num_splits` runs of pages; a cluster takes `cluster` of them and merges
-    their results.
+    """The plan of attention in steps. The keys of a row are split over `num_splits` runs of pages; a cluster takes
+    `cluster` of them and merges their results.
 
     With `has_tree_kernel` many rows of trees that see all keys are left to `tree_attention`, with `has_selected_kernel`
-    rows that chose blocks to `selected_attention`, which have the same workspace; one row alone has pairs of clusters
-    there with `has_wide_clusters`. A tile has `heads` query heads of a KV head, and a row of a tree takes `tree_heads`
-    rows of it, a half or all of them. `units` blocks share a run of pages: one for each tile of each KV head.
-    `is_short`: no row can see more than SHORT_KEYS keys.
+    rows that chose blocks to `selected_attention`; both have the same workspace. With `has_wide_clusters` a single row
+    has pairs of clusters in `selected_attention`. A tile has `heads` query heads of a KV head, and a row of a tree
+    takes `tree_heads` of its 16 rows, half of them or all. `units` blocks share a run of pages: one for each tile of
+    each KV head. `is_short`: no row can see more than SHORT_KEYS keys.
     """
 
     constants: DecodeConstants
@@ -97,12 +99,12 @@ class DecodePlan:
 
     @classmethod
     def of(cls, shape: GroupedAttention, device: Device, max_context: int, *, is_fp8: bool = False) -> DecodePlan:
-        """Plan for steps of any number of rows; pages in fp8 lie in the ring two in a place.
+        """Plan for steps of any number of rows; a stage of the ring holds two pages in fp8.
 
-        One row alone should keep every multiprocessor reading: one run of pages for each. Clusters of 8 (sm_90 on)
-        merge partial results without going through memory; without them one block merges all runs, which more than 32
-        make slower than they make the reading faster. Where clusters of blocks with a multiprocessor each fill most of
-        the device, there are so many of them. A capacity of few pages needs few splits.
+        A single row should keep every multiprocessor reading, so there is one run of pages for each. Clusters of 8
+        (sm_90 on) merge partial results without going through memory. Without them one block merges all runs, and more
+        than 32 runs would cost it more than they gain in reading. Where clusters with a multiprocessor for each block
+        fill most of the device, there are as many as fit so. A context of few pages needs few splits.
         """
         one = cls.of_single_rows(shape, device)
         cluster = 8 if device.capability >= 90 else 1
@@ -123,8 +125,8 @@ class DecodePlan:
 
     @classmethod
     def of_single_rows(cls, shape: GroupedAttention, device: Device) -> DecodePlan:
-        """Plan for rows of a prefill chunk that chose blocks: so many that a tile of a row's heads is one block's,
-        which needs no workspace."""
+        """Plan for rows of a prefill chunk that chose blocks. There are so many that one block takes all runs of a tile
+        of a row's heads, which needs no workspace."""
         group = shape.num_heads // shape.num_kv_heads
         tiles = ceil(group / QUERY_TILE)
         stages = 2 if device.capability in _SMALL_SHARED_MEMORY else 3
@@ -148,8 +150,8 @@ class DecodePlan:
 
     @property
     def tables(self) -> tuple[BufferSpec, BufferSpec]:
-        """The workspace, which lives as long as the executor: the results that clusters leave for the block that merges
-        them, and counters of the blocks that have left theirs, which begin and end as zeros."""
+        """The workspace, which lives as long as the executor: partial results that clusters leave for the block that
+        merges them, and counters of the blocks that have left theirs, which are zero before and after a launch."""
         heads, clusters = self.tree_heads if self.has_tree_kernel else self.heads, self.num_splits // self.cluster
         partials = MAX_ROWS * self.units * clusters * heads * self.constants.head_dim * 5 // 4
         return (
@@ -159,12 +161,12 @@ class DecodePlan:
 
     @property
     def clusters_at_once(self) -> int:
-        """Clusters that find room on the device at the same time, two blocks on a multiprocessor."""
+        """How many clusters find room on the device at the same time, with two blocks on a multiprocessor."""
         return int(2 * self.num_sms / SMS_OF_CLUSTER[self.cluster])
 
     def launch(self, rows: int, constants: DecodeConstants, *, length: RowLength | None = None) -> AttentionLaunch:
-        """Launch `decode_attention` for so many rows of this length. The grid, and how many blocks share a row's runs,
-        may depend on them: which block takes a run does not change the result."""
+        """Return the launch of `decode_attention` for `rows` rows of this length. The grid, and how many blocks share a
+        row's runs, may depend on both: which block takes a run does not change the result."""
         if rows > 1 and self.cluster > 1 and not (constants.tree or constants.selected or constants.fp8):
             constants = self._of_rows(rows, constants, is_long=length == "long")
         units, blocks = self.units, constants.cluster
@@ -180,25 +182,26 @@ class DecodePlan:
         )
 
     def _needs_one_cluster(self, constants: DecodeConstants, length: RowLength | None) -> bool:
-        """Whether a row alone has so few keys that one cluster takes them all.
+        """Whether a single row has so few keys that one cluster takes them all.
 
-        Others would find nothing to do, but take the room beside the product before from those that have keys: at 1,000
-        keys one of two clusters began 3 us later so.
+        Further clusters would have no keys, but could take the room beside the product before from the one that has: at
+        1,000 keys one of two clusters began 3 us later because of that.
         """
         is_plain = not (constants.tree or constants.selected or constants.window)
         return self.cluster > 1 and is_plain and (self.is_short or length == "short")
 
     def _clusters(self, rows: int, constants: DecodeConstants) -> int:
-        """Return how many clusters share the runs of a row that has many: as many as find room at once."""
+        """Return how many clusters share the runs of a row with many runs: as many as find room at once."""
         room = 2 * self.num_sms if constants.cluster == self.cluster else self.num_sms
         at_once = max(1, room // (self.units * rows * constants.cluster))
         return min(at_once, self.num_splits // self.cluster)
 
     def _apart(self, rows: int, clusters: int, constants: DecodeConstants) -> int:
-        """Return how much shared memory keeps the blocks of one row apart, 0 where they may share a multiprocessor.
+        """Return the bytes of shared memory a block that give each block of one row its own multiprocessor; else 0.
 
-        The hardware puts two on one while others have none: 134 MB of keys took 37 to 41 us so, and 36 apart. Of 1,000
-        keys the two clusters of an 8B took 1 us less apart, where both find room beside the product before.
+        0 means that two may share one. The hardware may put two blocks on one multiprocessor while others have none:
+        134 MB of keys took 37 to 41 us like that, and 36 us apart. At 1,000 keys the two clusters of an 8B took 1 us
+        less apart, where both find room beside the product before.
         """
         finds_room = self.cluster > 1 and clusters * self.units <= self.whole_clusters
         is_apart = rows == 1 and finds_room and not (constants.tree or constants.selected)
@@ -206,15 +209,16 @@ class DecodePlan:
 
     @property
     def row_bytes(self) -> int:
-        """Return the shared memory of a block for one plain row."""
+        """The bytes of shared memory of a block for one row without a tree, a window or chosen blocks."""
         return self._shared_bytes(self.constants)
 
     def _of_rows(self, rows: int, constants: DecodeConstants, *, is_long: bool) -> DecodeConstants:
-        """Return the constants for several plain rows over 16-bit pages: a block to each run while all clusters find
-        room at once, then fewer blocks a row, so that no row has to wait for another's end.
+        """Return the constants for several plain rows over 16-bit pages: a block for each run while all clusters find
+        room at once, then fewer blocks a row, so that no row has to wait until another ends.
 
-        Pairs of blocks, a multiprocessor for each, keep it reading where they fill the device; short rows take longer
-        so, as a block of a pair has four runs (8 rows of 1K: 10 us instead of 7, of 8K 25 instead of 34).
+        Where pairs of blocks with a multiprocessor for each block fill the device, they keep it reading. Short rows
+        take longer in pairs, as each block of a pair has four runs (8 rows of 1K keys take 10 us instead of 7, but of
+        8K keys 25 instead of 34).
         """
         row_units, is_narrow = rows * self.units, constants.head_dim <= _NARROW_HEAD
         finds_room = row_units <= (self.clusters_at_once * 3 // 2 if is_narrow else self.clusters_at_once)
@@ -228,12 +232,12 @@ class DecodePlan:
         return many if self._shared_bytes(many) <= self.shared_bytes_per_block else constants
 
     def _pairs_fill(self, row_units: int) -> bool:
-        """Whether two or more pairs of blocks for each tile of rows fill the device, none of them idle."""
+        """Whether two or more pairs of blocks for each unit of each row fill the device, with work for every pair."""
         pairs = self.num_sms // (2 * row_units)
         return 2 <= pairs <= self.num_splits // self.cluster and 2 * pairs * row_units >= _LEAST_FILL * self.num_sms
 
     def _shared_bytes(self, constants: DecodeConstants) -> int:
-        """Return what a block needs: query and ring of each team, and what the blocks of a cluster send it."""
+        """Return the bytes of shared memory of a block: query and ring of each team, results from its cluster."""
         head_dim, received = constants.head_dim, 5 * self.heads * constants.head_dim * self.cluster // constants.cluster
         team = QUERY_TILE * head_dim * 2 + constants.stages * PAGE_SIZE * head_dim * 4
         return constants.teams * team + (received if self.cluster > 1 else 0)
@@ -241,7 +245,7 @@ class DecodePlan:
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """The workspace of rows whose keys are split; None for others."""
+    """The workspace of rows whose keys are split over blocks; None for other rows."""
 
     partials: DeviceArray | None = None
     arrivals: DeviceArray | None = None
@@ -250,7 +254,7 @@ class AttentionScratch:
 def attend_rows(
     launch: Launcher, one: AttentionLaunch, scratch: AttentionScratch, given: Operands, *, prefers_shared: bool = False
 ) -> None:
-    """Launch `decode_attention`, `tree_attention` or `selected_attention`, whose arguments are alike."""
+    """Launch `decode_attention`, `tree_attention` or `selected_attention`, whose arguments have the same order."""
     kv, rows, selection = given.kv, given.rows, given.selection
     chosen: tuple[DeviceArray | np.generic, ...] = ()
     if selection is not None:

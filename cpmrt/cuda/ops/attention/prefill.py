@@ -25,14 +25,14 @@ from cpmrt.tensor_spec import BufferSpec
 
 @dataclass(frozen=True)
 class PrefillConstants(HeadConstants):
-    """`window` in keys; 0: all of them."""
+    """Compile-time constants of the kernels of a chunk; `window` in keys, 0 for all keys."""
 
     window: int
 
 
 @dataclass(frozen=True)
 class ExpandConstants:
-    """Elements of a head."""
+    """Compile-time constants of expand_pages.cu: the elements of a head."""
 
     head_dim: int
 
@@ -46,16 +46,17 @@ PREFILL_WGMMA = replace(
 EXPAND_PAGES = KernelSpec("expand_pages", "attention/expand_pages.cu", "prefill_attention", ExpandConstants, hot=True)
 _EXPAND_THREADS = 256
 _MOST_EXPAND_BLOCKS = 512
-"""The grid's first dimension: enough blocks for every multiprocessor, few enough to end at once without pages."""
+"""The most blocks in the grid's first dimension: enough for every multiprocessor, and few enough that those without
+pages cost little."""
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """How the kernel of a chunk is launched.
+    """The plan by which the attention kernel of a chunk is launched.
 
-    A tile has at most `rows_per_tile` rows and takes `blocks_per_tile` blocks. Where tiles share the rows evenly there
-    are a multiple of `tiles_at_once`, so that the device has work to the end. With `box_columns` the kernel takes
-    tensor maps of the pages, in boxes of a page's rows and so many columns.
+    A tile has at most `rows_per_tile` rows and takes `blocks_per_tile` blocks. The number of tiles is a multiple of
+    `tiles_at_once`: for a kernel whose tiles share the rows evenly, this keeps the device busy to the end. With
+    `box_columns` the kernel takes tensor maps of the pages, in boxes of a page's rows and so many columns.
     """
 
     kernel: KernelSpec
@@ -69,11 +70,11 @@ class PrefillPlan:
 
     @classmethod
     def of(cls, shape: GroupedAttention, capability: int) -> PrefillPlan:
-        """Plan for the kernel of a compute capability, as 90. Heads of one KV head share a block where the group
-        allows."""
+        """Plan for the kernel of a compute capability, such as 90. Query heads of one KV head share a block where their
+        number allows it."""
         heads = HeadConstants(shape.head_dim, shape.num_heads // shape.num_kv_heads)
         if capability == 90:
-            # The sizes that the kernel chooses: 64 rows a warpgroup, three stages of two pages.
+            # As in prefill_attention_wgmma.cu: 64 rows a warpgroup, three stages of two pages.
             warpgroups, stages = 3 if heads.head_dim == 64 else 2, 3
             together, tile_rows, barriers = warpgroups, 64 * warpgroups, 4 * stages + 1
         else:
@@ -90,7 +91,7 @@ class PrefillPlan:
         )
 
     def grid(self, rows: int) -> tuple[int, int]:
-        """The grid for a bucket of `rows` rows: blocks of a tile, tiles."""
+        """Return the grid for a bucket of `rows` rows: (blocks of a tile, tiles)."""
         return self.blocks_per_tile, ceil(rows / (self.rows_per_tile * self.tiles_at_once)) * self.tiles_at_once
 
     def pages(self, launch: Launcher, kv: KVPages) -> tuple[KernelArgument, KernelArgument]:
@@ -101,12 +102,12 @@ class PrefillPlan:
 
 
 def box_columns(head_dim: int) -> int:
-    """Return the elements of a row that lie together in shared memory on sm_90."""
+    """Return the columns of the boxes in which rows of a head are copied to shared memory on sm_90."""
     return 32 if head_dim == 96 else 64
 
 
 def attend_chunk(launch: Launcher, plan: PrefillPlan, given: Operands, chunk: DeviceArray, window: int = 0) -> None:
-    """Attend from the rows of `chunk` (int32: slot, start, count) over all that they see; pages in 16 bits."""
+    """Launch attention of the rows of `chunk` (int32: slot, start, count) over all keys they see, in 16-bit pages."""
     launch(
         plan.kernel, PrefillConstants(plan.heads.head_dim, plan.heads.group, window), plan.grid(len(given.q)),
         plan.threads, given.out, given.q, *plan.pages(launch, given.kv), given.rows.block_tables, chunk, *given.sizes,
@@ -116,14 +117,14 @@ def attend_chunk(launch: Launcher, plan: PrefillPlan, given: Operands, chunk: De
 
 @dataclass(frozen=True)
 class ExpandedPages:
-    """Room for the keys and values of one sequence in one layer, and the block tables that find them there."""
+    """The buffers for the 16-bit keys and values of one sequence in one layer, and the block tables for them."""
 
     k: DeviceArray
     v: DeviceArray
     block_tables: DeviceArray
 
     def expand(self, launch: Launcher, given: Operands, chunk: DeviceArray) -> Operands:
-        """Expand the pages of the chunk's slot, and return what attention takes instead."""
+        """Expand the fp8 pages of the chunk's slot, and return the operands with the expanded pages in their place."""
         kv, rows, (num_pages, num_kv_heads, _, head_dim) = given.kv, given.rows, self.k.shape
         grid = (min(num_pages, _MOST_EXPAND_BLOCKS), 2 * num_kv_heads)
         launch(
@@ -135,7 +136,7 @@ class ExpandedPages:
 
 
 def expanded_workspace(caches: CacheLayout) -> tuple[BufferSpec, ...]:
-    """Return the room for expanded pages, which a step shares with what does not live during attention."""
+    """Return the buffers of expanded pages. They live during attention only, so others may have the same memory."""
     shape = (caches.pages_per_sequence, *caches.specs["k_codes"].shape)
     return tuple(BufferSpec(name, shape, ATTENTION, ATTENTION) for name in ("expanded_k", "expanded_v"))
 

@@ -1,4 +1,5 @@
-"""The product qkv and the attention of one row in one launch, where both take little longer than a kernel's edges."""
+"""The product qkv and the attention of one row in one launch, for rows where starting and ending two kernels takes most
+of the time."""
 
 from __future__ import annotations
 
@@ -21,19 +22,20 @@ from cpmrt.ops import Fp8Pages, KVPages, QkvWeights, Rows
 
 _CAPABILITY, _BITS, _MOST_HEADS, _THREADS = 90, 4, 8, 256
 _HEAD_DIM = 64
-"""Of the models that gain by it. Heads of 96 spill registers."""
+"""The head_dim of the models that gain by one launch. Heads of 96 spill registers."""
 _CLUSTER = 8
-"""Blocks that share the rows of a KV head, and warps that share a tile, each with a run of K."""
-# In 4 bits blocks find room beside those of a gate_up product, which take a little more than half of a
-# multiprocessor's memory; in 16 bits they have it for themselves, but for what the kernel takes beside this.
+"""Blocks that share the rows of a KV head; also warps that share a tile, each with a run of K."""
+# The largest share of a multiprocessor's shared memory for a block. In 4 bits blocks find room beside those of a
+# gate_up product, which take a little more than half of it; in 16 bits a block has it alone, but for static memory.
 _MOST_SHARE, _MOST_SHARE_16 = 0.48, 0.99
-_UNIT_COLUMNS, _UNIT_BYTES = 64, 2048  # of a tile with weights in 16 bits
+_UNIT_COLUMNS, _UNIT_BYTES = 64, 2048  # a unit of a tile with weights in 16 bits
 _SQUARE_BYTES, _ROUND_BYTES = 128, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkvAttentionConstants(LinearPackedConstants):
-    """Compile-time constants of qkv_attention.cu: those of the product, query heads of a KV head, tiles of a block."""
+    """Compile-time constants of qkv_attention.cu: the product's, query heads of a KV head (`group`), tiles of a block
+    (`head_rounds`)."""
 
     head_dim: int
     group: int
@@ -62,7 +64,7 @@ LINEAR_QKV_ATTENTION = KernelSpec(
 
 @dataclass(frozen=True)
 class QkvAttentionPlan:
-    """One launch of `kernel`, of eight blocks for each KV head."""
+    """One launch of `kernel`, with a cluster of eight blocks for each KV head."""
 
     kernel: KernelSpec
     constants: QkvAttentionConstants | LinearQkvAttentionConstants
@@ -74,7 +76,7 @@ class QkvAttentionPlan:
     def of(
         cls, shape: tuple[int, ...], layout: PackedLayout | None, decode: DecodePlan, device: Device
     ) -> QkvAttentionPlan | None:
-        """Plan for a weight of this shape, in 16 bits without a layout; None where two launches are left."""
+        """Plan for a weight of this shape, in 16 bits without a layout; None where it stays two launches."""
         own, num_kv_heads = decode.constants, decode.units
         rows = num_kv_heads * (own.group + 2) * own.head_dim
         fits = device.capability == _CAPABILITY and decode.cluster == _CLUSTER
@@ -84,7 +86,7 @@ class QkvAttentionPlan:
             return None
         constants: QkvAttentionConstants | LinearQkvAttentionConstants | None
         if layout is None:
-            finds_room = num_kv_heads <= device.whole_clusters  # of blocks that have a multiprocessor each
+            finds_room = num_kv_heads <= device.whole_clusters  # each block has a multiprocessor to itself
             constants = _plain(shape, decode, rounds, device) if finds_room else None
             kernel, share = LINEAR_QKV_ATTENTION, _MOST_SHARE_16
         else:
@@ -107,7 +109,8 @@ def _packed(layout: PackedLayout, decode: DecodePlan, rounds: int, device: Devic
 def _plain(
     shape: tuple[int, ...], decode: DecodePlan, rounds: int, device: Device
 ) -> LinearQkvAttentionConstants | None:
-    """The product's runs are those of eight warps of one block; None where they are not."""
+    """Return the constants for a weight in 16 bits; None unless the product alone sums in runs of eight warps of one
+    block, as this kernel must have the same bits."""
     own, units = decode.constants, shape[1] // _UNIT_COLUMNS
     alone = plan_linear("qkv", shape, 1, device, head_dim=own.head_dim)
     if shape[1] % (_UNIT_COLUMNS * _CLUSTER) or alone.constants.cluster > 1:
@@ -123,8 +126,8 @@ _plan = lru_cache(maxsize=64)(QkvAttentionPlan.of)
 
 
 def joined_plan(decode: DecodePlan, device: Device, kv: KVPages, weights: QkvWeights) -> QkvAttentionPlan | None:
-    """Plan the op `qkv` with these weights and pages for one short row with positions; None where its attention is
-    another launch."""
+    """Plan the op `qkv` and the attention of one short row with RoPE as one launch, for these weights and pages; None
+    where they stay two launches."""
     weight: Weight = weights.weight
     extras = weights.bias, weights.q_norm, weights.k_norm, kv.compressed
     if any(extra is not None for extra in extras) or isinstance(kv.k, Fp8Pages):
@@ -136,7 +139,7 @@ def joined_plan(decode: DecodePlan, device: Device, kv: KVPages, weights: QkvWei
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldQkv:
-    """The op `qkv` of one row, which is left to the kernel of its attention, and what that takes."""
+    """The op `qkv` of one row, left to the kernel of its attention: its plan and the operands that the kernel takes."""
 
     plan: QkvAttentionPlan
     x: DeviceArray
@@ -150,7 +153,7 @@ def hold_qkv(
     decode: DecodePlan, device: Device, kv: KVPages, x: DeviceArray, weights: QkvWeights, rope: DeviceArray | None,
     rows: Rows, eps: float,
 ) -> HeldQkv | None:  # fmt: skip
-    """Return the op to be launched with its attention; None where it is launched alone."""
+    """Return the op `qkv` held for the launch of its attention; None where it has to be launched alone."""
     weight: Weight = weights.weight
     is_plain = rows.locations is None and rows.tree_masks is None and rows.reach is None
     if len(x) > 1 or rows.kind.length != "short" or not is_plain or rope is None or x.shape[1] != weight.shape[1]:
@@ -161,7 +164,7 @@ def hold_qkv(
 
 
 def attend_held(launch: Launcher, held: HeldQkv, scratch: AttentionScratch, given: Operands) -> None:
-    """Launch the kernel of the plan for the row."""
+    """Launch the held op `qkv` of a row together with its attention."""
     plan, kv, rows = held.plan, given.kv, given.rows
     sizes = map(np.int32, (plan.num_splits, rows.block_tables.shape[1], held.rope.shape[1]))
     launch(

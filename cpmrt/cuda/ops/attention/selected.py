@@ -26,7 +26,8 @@ from cpmrt.ops import Selection
 
 @dataclass(frozen=True)
 class SelectedConstants(HeadConstants):
-    """`stages` of the ring of pages; `tree`: rows of draft trees; `paired`: clusters of sixteen blocks."""
+    """Compile-time constants of selected_attention.cu. `stages` of the ring of pages; `tree`: rows of draft trees;
+    `paired`: clusters of sixteen blocks."""
 
     stages: int
     tree: bool
@@ -47,8 +48,9 @@ _MOST_GRID_ROWS = 65535
 
 
 def selected_launch(plan: DecodePlan, rows: int, *, is_tree: bool) -> AttentionLaunch:
-    """Launch `selected_attention` in as many clusters as there is room for at once: one that came later would wait for
-    all turns of another. One row has pairs of them where the device has clusters so wide."""
+    """Return the launch of `selected_attention`, in as many clusters as find room at once: a further cluster would have
+    to wait until another has taken all its turns. A single row has pairs of clusters where the device has clusters of
+    sixteen blocks."""
     of_model, is_paired = plan.constants, rows == 1 and plan.has_wide_clusters
     width = 2 if is_paired else 1
     clusters = min(max(1, plan.clusters_at_once // (plan.units * rows)), plan.num_splits // plan.cluster)
@@ -63,8 +65,8 @@ def selected_launch(plan: DecodePlan, rows: int, *, is_tree: bool) -> AttentionL
 
 @dataclass(frozen=True)
 class SelectedChunkPlan:
-    """How rows of a chunk attend to chosen blocks: each row alone (`single`), or neighbours together (`tiled`; None:
-    never) from `fewest_tiled` rows on, which are two thirds of what the device takes at once."""
+    """The plan of a chunk's attention to chosen blocks: each row alone (`single`), or neighbours together (`tiled`;
+    None: never) in chunks of at least `fewest_tiled` rows, two thirds of the rows that the device takes at once."""
 
     single: DecodePlan
     tiled: PrefillPlan | None
@@ -72,15 +74,17 @@ class SelectedChunkPlan:
 
     @classmethod
     def of(cls, shape: GroupedAttention, device: Device, max_context: int) -> SelectedChunkPlan:
-        """Plan for this device; `shape.sparse` is there."""
+        """Plan for this device; `shape.sparse` must not be None."""
         tiled = plan_tiles(shape, device, max_context)
         fewest = 2 * device.num_sms * tiled.rows_per_tile // (3 * tiled.blocks_per_tile) if tiled else 0
         return cls(DecodePlan.of_single_rows(shape, device), tiled, fewest)
 
 
 def plan_tiles(shape: GroupedAttention, device: Device, max_context: int) -> PrefillPlan | None:
-    """Plan `prefill_selected_wgmma` where it takes the shape: with fewer heads of a KV head more neighbours would have
-    to choose alike."""
+    """Plan `prefill_selected_wgmma`; None where it does not take the shape.
+
+    With fewer than 16 query heads of a KV head a tile would have more rows, which would have to choose the same blocks.
+    """
     assert shape.sparse is not None, "planned without sparse attention"
     head_dim, group, heads = shape.head_dim, shape.num_heads // shape.num_kv_heads, QUERY_TILE
     if device.capability != 90 or group % heads:
@@ -106,7 +110,7 @@ def plan_tiles(shape: GroupedAttention, device: Device, max_context: int) -> Pre
 def attend_selected_chunk(
     launch: Launcher, plan: SelectedChunkPlan, given: Operands, chunk: DeviceArray, selection: Selection
 ) -> None:
-    """Attend from the rows of a chunk that choose blocks; the others' output is left alone. Pages in 16 bits."""
+    """Launch attention of the chunk's rows that choose blocks, over 16-bit pages; outputs of others are left alone."""
     tiled, num_rows, sparse = plan.tiled, len(given.q), selection.config
     if tiled is not None and num_rows >= plan.fewest_tiled:
         launch(
@@ -122,5 +126,5 @@ def attend_selected_chunk(
 
 
 def dense_rows(launch: Launcher, dense_chunk: DeviceArray, chunk: DeviceArray, sparse: SparseConfig) -> None:
-    """Store in `dense_chunk` the part of `chunk` (both slot, start, count) whose rows look at everything."""
+    """Store in `dense_chunk` the part of `chunk` (both slot, start, count) whose rows look at all keys."""
     launch(DENSE_ROWS, {}, 1, 1, dense_chunk, chunk, np.int32(sparse.dense_context))

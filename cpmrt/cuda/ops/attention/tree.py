@@ -13,8 +13,8 @@ from cpmrt.memory.caches import PAGE_SIZE
 
 @dataclass(frozen=True)
 class TreeConstants(HeadConstants):
-    """`stages` of the ring of pages, tiles of query rows of a block, blocks of a cluster, `window` in keys (0: all),
-    `fp8` pages."""
+    """Compile-time constants of tree_attention.cu: `stages` of the ring of pages, tiles of query rows of a block,
+    blocks of a cluster, `window` in keys (0: all), `fp8` pages."""
 
     stages: int
     row_tiles: int
@@ -27,17 +27,17 @@ TREE_ATTENTION = KernelSpec(
     "tree_attention", "attention/tree_attention.cu", "decode_attention", TreeConstants, hot=True, arch="sm_90"
 )
 _FEWEST_ROWS = 8
-# Tiles of query rows of a block, blocks of a cluster: what is faster if all groups of rows are there at once is first.
+# (Tiles of query rows of a block, blocks of a cluster), the fastest first if all groups of rows find room at once.
 _BLOCKS = ((2, 8), (3, 8), (2, 4), (3, 4), (2, 2))
 
 
 def shares_pages(plan: DecodePlan, rows: int) -> bool:
-    """Return whether rows of trees together are faster: where a cluster for each row is there at once, they are not."""
+    """Return whether rows of trees are faster together: not if a cluster for each row finds room at once."""
     return plan.has_tree_kernel and rows >= _FEWEST_ROWS and rows * plan.units > plan.clusters_at_once
 
 
 def tree_launch(plan: DecodePlan, rows: int, window: int) -> AttentionLaunch:
-    """Launch all groups of rows at once, as far as they find room."""
+    """Return the launch of `tree_attention`, sized so that all groups of rows find room at once if they can."""
     head_dim, group, stages = plan.constants.head_dim, plan.constants.group, plan.constants.stages
     # Three tiles of rows over codes would spill registers.
     for row_tiles, cluster in (block for block in _BLOCKS if block[0] == 2 or not plan.constants.fp8):
@@ -45,9 +45,9 @@ def tree_launch(plan: DecodePlan, rows: int, window: int) -> AttentionLaunch:
         resident = int(plan.num_sms / SMS_OF_CLUSTER[cluster])
         if groups * plan.units <= resident:
             break
-    # A row of many runs gives work to more clusters.
+    # Where a row has many runs, more clusters than groups have work.
     most = min(groups * plan.num_splits // plan.cluster, resident // plan.units)
-    # Shared memory: the ring; nodes and queries, or what slices exchange; what a block receives.
+    # Shared memory: the ring; then nodes and queries, or results that slices exchange; then results from other blocks.
     page, query, exchange = 2 * PAGE_SIZE * head_dim * 2, QUERY_TILE * head_dim * 2, 3 * QUERY_TILE * head_dim * 4
     received = plan.cluster * (QUERY_TILE * head_dim * 4 // cluster + QUERY_TILE * 4)
     return AttentionLaunch(

@@ -1,4 +1,4 @@
-"""What the kernels of a skinny product with packed weights are compiled with, and their specs."""
+"""The compile-time constants and the specs of the kernels of a skinny product with packed weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LinearPackedConstants(LayoutConstants):
 class PrepareConstants:
     """Compile-time constants of prepare_rows.cu, which fix the form of the rows that it writes.
 
-    `row_pitch`: the columns of the rows that it reads, where they are more.
+    `row_pitch`: the columns of the rows that it reads, where they are more than `in_features`.
     """
 
     in_features: int
@@ -70,7 +70,7 @@ class LatentQueriesConstants(LinearPackedConstants):
 
 
 def _exchange_through_memory(macros: Mapping[str, int]) -> bool:
-    """Whether blocks wait for each other's sums, and are not those of one cluster."""
+    """Whether blocks exchange sums through memory and so wait for blocks outside of their cluster."""
     return bool(macros["SHARED_RUN"] and macros["RUNS"] > 1 and not macros["CLUSTERS"])
 
 

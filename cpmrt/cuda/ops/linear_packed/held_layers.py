@@ -1,7 +1,7 @@
-"""The ops of a step of one row, held back until all layers can be launched together, or the products of one.
+"""Holds back the ops of a step of one row until all layers, or the products of one layer, can be launched together.
 
-A step's forward asks for the ops one by one. Each waits for the next, until something else comes, which has those that
-wait launched first. The bits are the same either way.
+A step's forward asks for the ops one by one, and each waits for the next. Before anything else is launched, the ops
+that wait are. The bits are the same either way.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ SHARED = np.dtype(
     + [(name, np.int32) for name in ("num_layers", "num_products", "num_splits")]
     + [(name, np.int32) for name in ("num_heads", "num_kv_heads", "pages_per_sequence", "max_context")]
 )
-"""`Shared` of the kernel: what all layers share."""
+"""The struct `Shared` of row_layers.cu: operands and sizes that all layers share."""
 OPERANDS = np.dtype(
     [(name, _ADDRESS) for name in ("o", "gate_up", "down", "qkv", "mlp_norm", "norm", "bias", "k_pages", "v_pages")]
 )
-"""`LayerOperands` of the kernel."""
+"""The struct `LayerOperands` of row_layers.cu: the operands of one layer."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldAttention:
-    """The op `decode_attention` of one row that sees all its keys, and how it is launched alone."""
+    """The op `decode_attention` of one row that sees all its keys; `launch_one` launches it alone."""
 
     kind: ClassVar[str] = "attention"
     given: Operands
@@ -67,13 +67,13 @@ class HeldAttention:
 
     @property
     def row(self) -> tuple[Hashable, ...]:
-        """Return where its queries, and what is known of the row, lie."""
+        """The places of its queries and of the row's position, slot and block table."""
         rows = self.given.rows
         return tuple(map(_place, (self.given.q, rows.positions, rows.slots, rows.block_tables)))
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """What is the same in all layers."""
+        """The values that must be the same in all layers."""
         return self.row, _place(self.given.out), self.given.scale, self.given.kv.k.shape[1]
 
     @property
@@ -83,7 +83,7 @@ class HeldAttention:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldProduct:
-    """A product of one row, and how it is launched alone."""
+    """A product of one row; `launch_one` launches it alone."""
 
     product: StepProduct
     weight: PackedWeight
@@ -105,7 +105,7 @@ class HeldProduct:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """What is the same in all layers: all but weight, norm, bias and pages."""
+        """The values that must be the same in all layers: all but weight, norm, bias and pages."""
         product = self.product
         rest = tuple(map(_place, product.rest[1:] if product.kind != "gate_up" else product.rest))
         return self.x, self.out, product.eps, product.fatrelu, self.weight.layout, rest
@@ -120,13 +120,13 @@ class HeldProduct:
 
     @property
     def row(self) -> tuple[Hashable, ...]:
-        """Return where the queries of a product `qkv`, and what is known of the row, lie."""
+        """The places of the queries of a product `qkv` and of the row's position, slot and block table."""
         _, _, positions, _, slots, tables = self.product.rest[:6]
         return self.out, *map(_place, (positions, slots, tables))
 
     @property
     def pages(self) -> tuple[Hashable, ...]:
-        """Return where the keys and values of a product `qkv` go."""
+        """The places of the pages that a product `qkv` writes keys and values to."""
         return tuple(map(_place, self.product.outputs[1:]))
 
 
@@ -134,34 +134,35 @@ Held = HeldAttention | HeldProduct
 
 
 def _order(held: Sequence[Held]) -> tuple[str, ...]:
-    """Return the kinds of ops that repeat: those of a whole layer if what is held begins with attention."""
+    """Return the kinds of ops that repeat from layer to layer: with attention only if the held ops begin with it."""
     return _LAYER if isinstance(held[0], HeldAttention) else _PRODUCTS
 
 
 def _first_layer(held: Sequence[Held]) -> tuple[HeldAttention | None, list[HeldProduct]]:
-    """Return the ops of the first layer, as far as there are any."""
+    """Return the held ops of the first layer: attention, or None without it, and the products so far."""
     ops = held[: len(_order(held))]
     attention = ops[0] if isinstance(ops[0], HeldAttention) else None
     return attention, [op for op in ops if isinstance(op, HeldProduct)]
 
 
 def _place(value: KernelArgument) -> Hashable:
-    """Return what two arguments have in common if the kernel takes one for the other; of stand-ins only their shape."""
+    """Return a value that is equal for arguments that are the same to the kernel: a scalar's bytes, or an array's
+    address and shape. Stand-ins have no address, so only their shapes are compared."""
     if value is None or isinstance(value, np.generic):
         return None if value is None else value.tobytes()
     return _address(value), tuple(value.shape)
 
 
 def _address(value: KernelArgument) -> int:
-    """Return where an array is; 0 if there is none, or a stand-in for one."""
+    """Return the address of an array; 0 for None or a stand-in."""
     return int(getattr(getattr(value, "data", None), "ptr", 0))
 
 
 class HeldLayers:
     """Holds the ops of a step of one row back until they can be launched together.
 
-    Whole layers are where attention is offered that the kernel takes, else the products of one. `counter` is uint64,
-    zero at first; only these launches write to it.
+    It holds whole layers if it is offered attention that the kernel takes, else the products of one layer. `counter` is
+    uint64, zero at first; only these launches write to it.
     """
 
     def __init__(self, launcher: Launcher, device: Device, counter: DeviceArray):
@@ -172,14 +173,17 @@ class HeldLayers:
     def takes_attention(
         self, given: Operands, plan: DecodePlan, scratch: AttentionScratch, launch_one: Callable[[], object]
     ) -> bool:
-        """Take the attention of one row that sees all its keys, as `takes` does a product."""
+        """Hold the attention of one row that sees all its keys, as `takes` holds a product; return whether it did."""
         return len(given.q) == 1 and self._take(HeldAttention(given, plan, scratch, launch_one))
 
     def takes(
         self, product: StepProduct, weight: PackedWeight, launch_one: Callable[[], object], *, prefers_shared: bool
     ) -> bool:
-        """Take a product of one row, if it goes on with what is held; it is launched with that, or before anything
-        else is, by `launch_one` if alone. `prefers_shared` is the same for all products of a model."""
+        """Hold a product of one row if it continues the held ops or can begin new ones; return whether it does.
+
+        Held ops are launched together before anything else is launched; those left over by their `launch_one`.
+        `prefers_shared` is the same for all products of a model.
+        """
         if len(product.x) != 1:
             return False
         self._prefers_shared = prefers_shared
@@ -213,7 +217,7 @@ class HeldLayers:
         return follows and op.key == held[place].key
 
     def _is_linked(self, op: HeldProduct) -> bool:
-        """Whether the product goes on with the first layer."""
+        """Whether the product is the next one of the first layer, on the right operands, and the layer has a plan."""
         attention, products = _first_layer(self._held)
         if not products:
             return attention is not None and op.x == _place(attention.given.out)
@@ -237,7 +241,7 @@ class HeldLayers:
         held, self._held = self._held, []
         size = len(_order(held))
         num_layers, rest = divmod(len(held), size)
-        if rest == size - 1:  # the last layer has none behind it
+        if rest == size - 1:  # the last layer has no product qkv of a next layer
             num_layers, rest = num_layers + 1, 0
         whole = len(held) - rest
         if whole:
@@ -260,7 +264,7 @@ class HeldLayers:
         )  # fmt: skip
 
     def _shared(self, attention: HeldAttention | None, first: Sequence[HeldProduct]) -> Array:
-        """Return `Shared` of the kernel, without the counts of layers and products."""
+        """Return the kernel's `Shared`, without the counts of layers and products."""
         o, gate_up = (op.product for op in first[:2])
         arrays: dict[str, KernelArgument] = {"x": o.outputs[0], "attention": o.x, "inner": gate_up.outputs[0]}
         arrays["counter"] = self._counter
@@ -284,7 +288,7 @@ class HeldLayers:
 
 
 def _operands(products: Sequence[HeldProduct], most_layers: int) -> Array:
-    """Return `Layers` of the kernel."""
+    """Return the `LayerOperands` of each layer, followed by unused ones up to `most_layers`."""
     operands = np.zeros(most_layers, OPERANDS)
     for layer, first in enumerate(range(0, len(products), len(_PRODUCTS))):
         o, gate_up, down, *qkv = products[first : first + len(_PRODUCTS)]

@@ -22,9 +22,9 @@ LINE_BYTES = 128
 RUNS = 8
 SCALE_GROUPS = (16, 32, 64, 128)
 ZERO_POINTS, MINIMUMS = 1, 2
-"""What may lie beside each scale: W = scale * (u - zero point), or W = scale * u - minimum."""
-# From so many tiles a multiprocessor on a warp takes whole rows: where eight warps share a tile, a block would go
-# through so many rounds that it could not keep the sums of all, and each round would end with a barrier.
+"""Kinds of numbers beside scales: zero points, W = scale * (u - zero point), or minimums, W = scale * u - minimum."""
+# From so many tiles a multiprocessor on, a warp takes whole rows. If eight warps shared a tile instead, a block would
+# have too many rounds to keep all their sums, and each round would end with a barrier.
 _WHOLE_ROW_TILES = 6
 
 
@@ -42,7 +42,7 @@ class LayoutSizes(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConstants:
-    """Compile-time constants of every kernel that reads or writes a layout; `head_dim` is of qkv only."""
+    """Compile-time constants of every kernel that reads or writes a layout; `head_dim` is for qkv only."""
 
     linear: int
     in_features: int
@@ -55,19 +55,19 @@ class LayoutConstants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepackConstants(LayoutConstants):
-    """repack.cu has these constants: also the number of the file's format."""
+    """Compile-time constants of repack.cu: those of the layout, and the number of the file's format."""
 
     format: int
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the codes and scales of a weight [out_features, in_features] lie, for one product and device.
+    """The order of the codes and scales of a weight [out_features, in_features], for one product and device.
 
-    A unit is the codes and scales of 16 rows (a tile) and 128 columns (a slice), and what `zeros` says beside the
-    scales: nothing (0; codes are symmetric around the middle of their range), ZERO_POINTS (of 4 bits only) or MINIMUMS
-    (of 4 or 8 bits). K is cut into `runs` parts. `scale_group`: columns that share a scale in the packed form (a file's
-    larger groups are repeated). `head_dim` is that of a "qkv" product.
+    A unit has the codes and scales of 16 rows (a tile) and 128 columns (a slice), and beside each scale a number of the
+    kind `zeros`: none (0; codes are symmetric around the middle of their range), ZERO_POINTS (in 4 bits only) or
+    MINIMUMS (in 4 or 8 bits). K is cut into `runs` parts. `scale_group`: columns that share a scale in the packed form
+    (the scales of a file's larger groups are repeated). `head_dim` is that of a "qkv" product.
     """
 
     product: Product
@@ -173,7 +173,7 @@ def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
             fix="use a checkpoint with another group size",
         )  # fmt: skip
     whole_rows = product in ("gate_up", "head") and ceil(out_features / TILE_ROWS) >= _WHOLE_ROW_TILES * device.num_sms
-    # Blocks that exchange sums wait for each other: all must be on the device at once.
+    # Runs may be shared among blocks, which wait for each other's sums and so must all be on the device at once.
     runs = 1 if whole_rows or device.num_sms < RUNS else RUNS
     return PackedLayout(
         product, out_features, in_features, runs, min(quant.group_size, SLICE_COLUMNS), zeros, spec.head_dim, bits,
@@ -181,9 +181,9 @@ def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
 
 
 def width_of(quant: Quantization) -> tuple[int, int]:
-    """Return the bits of packed codes, and what lies beside their scales.
+    """Return the bits of packed codes, and the kind of number beside their scales (`PackedLayout.zeros`).
 
-    Blocks of GGUF files keep their codes: of 3 bits in 4, of 5 and 6 in 8, and of 2 in 4 but for ternary ones.
+    Blocks of GGUF files keep their codes: those of 3 bits in 4 bits, of 5 and 6 in 8, and of 2 in 4 unless ternary.
     """
     if not quant.in_blocks:
         return quant.bits, 0 if quant.symmetric else ZERO_POINTS

@@ -1,7 +1,7 @@
-"""How the product of a long prefill chunk with a 4-bit weight (`packed_gemm_wide.cu`) is compiled and launched.
+"""Plans the product of a long prefill chunk with a 4-bit weight: how `packed_gemm_wide.cu` is compiled and launched.
 
-Its bits are those of the weight unpacked to 16 bits and a dense product that sums along K in order, which is what other
-devices do.
+Its bits are those of other devices, which unpack the weight to 16 bits and compute a dense product that sums along K in
+order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cpmrt.cuda.ops.linear_packed.short_chunk import ChunkPlan, takes_chunk
 
 # From sm_90 on a library's products, which take weights in 16 bits, are so much faster that unpacking them pays.
 _DENSE_CAPABILITY = 90
-# Packed tiles of a block, two to a warp, and the time of one beside that in the widest block (estimated).
+# Packed tiles of a block, two to a warp -> the time of a tile relative to the widest block (estimated).
 _TILE_COST = {16: 1.0, 8: 1.1, 4: 1.3}
 _THREADS_PER_TILE, _MOST_STAGES, _FEWEST_STAGES = 16, 4, 3
 _HALF_COLUMNS = SLICE_COLUMNS // 2
@@ -60,7 +60,7 @@ def plan_long_chunk(layout: PackedLayout, num_rows: int, device: Device) -> Chun
 
 
 def _stage_bytes(layout: PackedLayout, tiles: int) -> int:
-    """Bytes of x and w in shared memory for half a slice."""
+    """Return the bytes of x and w in shared memory for half a slice."""
     unit_groups = SLICE_COLUMNS // layout.scale_group
     group_bytes = (layout.unit_bytes - layout.code_bytes) // unit_groups
     scales = max(1, _HALF_COLUMNS // layout.scale_group) * group_bytes

@@ -1,7 +1,7 @@
-"""How a skinny product with packed weights (`linear_packed/linear_packed.cu`) is packed, compiled and launched.
+"""Plans a skinny product with packed weights: how `linear_packed/linear_packed.cu` is compiled and launched.
 
-The packed layout fixes the order of a sum: it follows from the weight's shape and the device alone. The other constants
-may follow from the number of rows (row invariance).
+The packed layout fixes the order of a sum, so it depends on the weight's shape and the device alone (row invariance).
+The other constants may depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -17,53 +17,56 @@ from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
 from cpmrt.weights.ternary import TERNARY_BITS
 
 SINGLE_ROW_SUMS = 64
-"""Bytes behind a slice of one row: its quantum and sums, and room so that two slices lie in different banks."""
+"""Bytes after each slice of a single row: its quantum and sums, and padding that puts two slices in different banks."""
 ROW_BUCKETS = (1, 8, 16, 32, 64)
-# Warps of a block at most: where eight share a tile; where each has a tile; on devices with little memory.
+# The most warps of a block: where eight share a tile; where each has a tile; on devices with little shared memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
-# And where it makes a head of the queries of latent attention.
+# The warps of a block that makes a head of the queries of latent attention.
 _HEAD_WARPS = 16
 _WARPGROUP = 4
-# From so many rows on, or where they have more than _LARGEST_NORMALISED_X bytes, they are normalised once, by
-# prepare_rows, and not again in every block; a gate_up product whose blocks have whole slices of the rows that it
-# writes spares the next product prepare_rows; and four warps multiply together, but in clusters or among more warps
-# only from more rows on.
+# Numbers of rows from which on prepare_rows normalises them once, instead of every block (also where they have more
+# than _LARGEST_NORMALISED_X bytes); a gate_up product whose blocks write whole slices of its rows spares the next
+# product prepare_rows; four warps multiply together; and they do so in clusters, or in blocks of more warps than the
+# last number.
 _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 8, 16, 32, 16
-# A block that reads more of x than this shares it out: it takes one run of K, and exchanges sums with others. It may be
-# less for up to 8 rows (more were not measured) where all tiles find room in clusters, whose blocks then turn an eighth
-# of x into integers each.
+# Where all of x has more bytes than this, a block takes one run of K only and exchanges sums with others. The limit is
+# lower for up to 8 rows (more were not measured) where all tiles find room in clusters: each of their blocks then turns
+# only an eighth of x into integers.
 _LARGEST_WHOLE_X, _LARGEST_NORMALISED_X, _SHARED_ROWS = 98_304, 61_440, 8
-# Rounds whose sums one row keeps (KEPT_ROUNDS): so few that a thread finishes one output of all of them.
+# Stages of x; and the most rounds whose sums a product of one row keeps (KEPT_ROUNDS), so few that each thread finishes
+# one output of all of them.
 _STAGES, _MOST_KEPT_ROUNDS = 4, 4
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
-# the multiprocessors without work: it pays for short runs of K, and where products take less time than the exchange.
+# the multiprocessors without work: they pay for short runs of K, and where products take less time than the exchange.
 _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
-# One of the stages of x, as a share of a block's memory.
+# The size of a stage of x, as a share of a block's shared memory.
 _STAGE_SHARE = 0.08
-# Bytes of weights on their way before x is asked for, which queues behind them: more where eight warps share a tile, so
-# that each has a chunk; none before eight rows that every block normalises, and none before STARTS_EARLY.
+# Bytes of weights that a block asks for before x, which then queues behind them: more where eight warps share a tile,
+# so that each has a chunk; none with eight rows that every block normalises, and none on devices below STARTS_EARLY.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES = 70_000, 102_000
 _LATE_WEIGHTS_ROWS = 8
-# Half of the warps alone do so (EARLY_WARPS): with ternary weights where a chunk for each would be more than this; in
-# clusters, at so many rows, where it would be more than may be early.
+# Only half of the warps ask so early (EARLY_WARPS): with ternary weights if a chunk for each warp would be more bytes
+# than this level; in clusters, at this number of rows, if it would be more than _EARLY_BYTES.
 _HALF_EARLY_LEVEL, _HALF_EARLY_ROWS = 65_536, 32
-# When the next kernel may start (TRIGGER). At 64 rows that is prepare_rows, whose blocks take registers from the next.
-# Outside of clusters x of so many rows would wait behind what the next kernel reads early.
+# When the next kernel may start (TRIGGER). At 64 rows the one after a residual product is prepare_rows, whose blocks
+# take registers from the next. Outside of clusters, x of _ROWS_BEFORE_NEXT rows would queue behind the early reads of
+# the next kernel.
 _AT_ONCE, _AT_END, _BEHIND_X, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
 _ROWS_BEFORE_NEXT = {"residual": 32, "gate_up": 32}
-# Up to this width of a model all of its products ask for as much shared memory as a multiprocessor has, else none does:
-# it changes the split only while it is idle, so a block that wants another one than its neighbours starts late.
+# In models up to this width all products ask for as much shared memory as a multiprocessor has, in wider ones none. A
+# multiprocessor changes its split of shared memory and L1 only while it is idle, so a block that wants another split
+# than its neighbours starts late.
 _NARROW_WIDTH = 2048
-# Weights in so many bits begin to come to the L2 during the product before theirs, a chunk of each warp: for these
-# numbers of rows, in narrow models for one row. Other numbers gain nothing, other bits were not measured.
+# Weights in so many bits begin to come to the L2 during the product before theirs, a chunk for each warp: at these
+# numbers of rows, in narrow models only at one row. Other numbers gain nothing, other bits were not measured.
 _AHEAD_BITS, _AHEAD_ROWS = 4, (1, 32)
-# What `linear` is of the product that makes queries of latent attention.
+# The number LINEAR of the product that makes queries of latent attention.
 _LATENT_QUERIES = 4
 
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """How one product is launched: `grid` blocks of `block` threads, each block with `shared_bytes` of memory.
+    """The plan of one product: `grid` blocks of `block` threads, each block with `shared_bytes` of shared memory.
 
     `prefers_shared` is the same for any number of rows, and for all products of a model. With `constants.prepared` the
     kernel reads its rows from a buffer of `prepared_bytes`, which `PREPARE` writes with one block of `PREPARE_THREADS`
@@ -93,8 +96,8 @@ class PackedPlan:
 
     @property
     def fed(self) -> PrepareConstants | None:
-        """The constants with which `PREPARE`, without a norm, would make of the output what the kernel writes beside it
-        into a buffer of `fed_bytes`; None if it writes the output only."""
+        """The constants of `PREPARE` for the form in which the kernel also writes its output for the next product, to a
+        buffer of `fed_bytes`; None if it writes the output only."""
         return replace(self.prepare, in_features=self._fed_columns) if self.constants.feeds else None
 
     @property
@@ -108,8 +111,9 @@ class PackedPlan:
 
     @property
     def first_read(self) -> tuple[int, int, int] | None:
-        """Pieces that the warps read of the weight first, the bytes from one to the next, and those of each. Only of
-        products with 4 bits whose warps take whole rows, where it pays that the product before brings them."""
+        """The part of the weight that its warps read first, which the product before may bring to the L2: the number of
+        pieces, the bytes from one to the next, and the bytes of each. None unless that pays: only weights in 4 bits
+        whose warps take whole rows have one."""
         own, layout = self.constants, self.layout
         pays = own.rows in _AHEAD_ROWS and (own.rows == 1 or _width(layout) > _NARROW_WIDTH)
         if not pays or layout.runs > 1 or layout.bits != _AHEAD_BITS:
@@ -124,7 +128,7 @@ class PackedPlan:
 
     @property
     def num_arrivals(self) -> int:
-        """The int32 counters of those sums, which are zero before and after."""
+        """The number of int32 counters of those sums, which are zero before and after a launch."""
         exchanges = self.constants.shared_run and self.layout.runs > 1
         return self.layout.num_tiles if exchanges and not self.constants.clusters else 0
 
@@ -142,7 +146,7 @@ def plan_packed(
     """Plan one product; `permuted` weights take their rows from `PREPARE`, which gathers the columns.
 
     `has_norm` False: rows enter the product as they are, as those of "residual" always do. `is_fed`: the product before
-    has prepared them. `row_pitch`: the columns of the rows, where they are more than the product takes.
+    has prepared the rows. `row_pitch`: the columns of the rows, where they are more than the product takes.
     """
     rows = row_bucket(num_rows, ROW_BUCKETS)
     work = _Work.of(layout, rows, device)
@@ -155,7 +159,7 @@ def plan_packed(
         normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
         row_pitch=row_pitch,
     )  # fmt: skip
-    # No two of so many blocks share a multiprocessor.
+    # With a block for each multiprocessor, enough shared memory is asked for that no two blocks share one.
     fills = rows == 1 and work.grid == device.num_sms
     alone = device.lone_block_bytes if fills else 0
     shared_bytes, is_narrow = max(memory.nbytes, alone), _width(layout) <= _NARROW_WIDTH
@@ -165,7 +169,7 @@ def plan_packed(
 def latent_queries(
     plan: PackedPlan, *, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> LatentQueriesConstants:
-    """Return the constants of the product with this plan as queries of latent attention."""
+    """Return the constants of a product with this plan that makes queries of latent attention of its output."""
     held = {field.name: getattr(plan.constants, field.name) for field in fields(plan.constants)}
     held |= {"linear": _LATENT_QUERIES, "head_dim": None}
     return LatentQueriesConstants(
@@ -174,7 +178,7 @@ def latent_queries(
 
 
 def plan_heads(layout: PackedLayout, num_heads: int, device: Device, row_pitch: int) -> PackedPlan | None:
-    """Plan a product of one row, normalised, of whose output a block makes a head; None where it does not fit."""
+    """Plan a product of one normalised row in which each block makes one head; None where that does not fit."""
     tiles, at_once = layout.num_tiles // num_heads, _HEAD_WARPS // RUNS
     rounds = ceil(tiles / at_once)
     is_large = device.shared_bytes_per_block >= LARGE_SHARED_BYTES
@@ -187,8 +191,8 @@ def plan_heads(layout: PackedLayout, num_heads: int, device: Device, row_pitch: 
 
 
 def plan_kv_heads(layout: PackedLayout, num_kv_heads: int, device: Device) -> PackedPlan | None:
-    """Plan the product "qkv" of one row, normalised, of which eight blocks make what a KV head needs, and hold the
-    weights of all their rounds; None where it does not fit."""
+    """Plan the product "qkv" of one normalised row in which eight blocks make all rows that a KV head needs, with room
+    for the weights of all their rounds at once; None where that does not fit."""
     rounds, rest = divmod(layout.num_tiles, num_kv_heads * RUNS)
     rounds += rest > 0
     if layout.runs != RUNS or layout.run_slices > 1 or rounds > MAX_SLOTS:
@@ -212,7 +216,7 @@ def _constants(
     *, normalises: bool, prepared: bool, row_pitch: int | None,
 ) -> LinearPackedConstants:
     # Ternary weights come so fast that the first warps should begin soon: EARLY_WARPS and OWN_RUNS. One row's products
-    # in 4 bits wait for memory, and lose with both; qkv waits for a row's place and was not measured so.
+    # in 4 bits wait for memory, and lose by both; qkv also waits for the row's place and was not measured with them.
     is_ternary_row = rows == 1 and layout.bits == TERNARY_BITS and layout.product != "qkv"
     shares_runs = layout.product == "residual" and not prepared and work.shares_runs
     is_late = work.in_clusters and rows == _HALF_EARLY_ROWS and work.ring.level > _EARLY_BYTES
@@ -249,7 +253,7 @@ def _width(layout: PackedLayout) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """How the tiles and runs of a weight are shared out among blocks and warps, in `rounds` turns."""
+    """The division of a weight's tiles and runs among blocks and warps, in `rounds` turns."""
 
     shared_run: bool
     in_clusters: bool
@@ -285,14 +289,17 @@ class _Work:
         return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, ring, small)
 
     def early_slots(self, rows: int, *, whole_rows: bool) -> int:
-        """Chunks of a warp that are copied before x is asked for; `whole_rows`: each block normalises all of x."""
+        """Return how many chunks of a warp are copied before x is asked for.
+
+        `whole_rows`: each block normalises all of x.
+        """
         if self.shared_run and whole_rows and rows == _LATE_WEIGHTS_ROWS:
             return 0
         return (_EARLY_BYTES if self.shared_run else _EARLY_SPLIT_BYTES) // self.ring.level
 
     @property
     def early_warps(self) -> int:
-        """Warps of a block that copy those chunks, so that what comes first is what some warps can begin with."""
+        """The warps of a block that copy early chunks: so few that the first chunks arrive soon and work can begin."""
         return self.warps // 2 if self.ring.level > _HALF_EARLY_LEVEL else self.warps
 
     @property
@@ -301,22 +308,22 @@ class _Work:
         return not self.shared_run and self.warps > RUNS
 
     def multiplies_together(self, rows: int, layout: PackedLayout) -> bool:
-        """Whether four warps share a tensor core product; not of few rows where many warps leave each few registers,
-        nor of most rows where minimums take some of these."""
+        """Whether four warps share a tensor core product. They do not with few rows, if a block has many warps with few
+        registers each, nor with the most rows, if minimums take some of those registers."""
         late = self.in_clusters or self.warps > _WARPGROUP_WARPS
         if late and layout.zeros == MINIMUMS and rows == ROW_BUCKETS[-1]:
             return False
         return self.shared_run and rows >= (_LATE_WARPGROUP_ROWS if late else _WARPGROUP_ROWS)
 
     def has_whole_slices(self, layout: PackedLayout) -> bool:
-        """Whether each block makes a slice of the rows that a gate_up product writes, 8 columns a tile, and is done."""
+        """Whether each block of a gate_up product writes one slice of its rows, 8 columns a tile, in a single round."""
         is_even = self.warps * TILE_ROWS // 2 == SLICE_COLUMNS and self.grid * self.warps == layout.num_tiles
         return layout.product == "gate_up" and self.shared_run and layout.runs == 1 and is_even
 
 
 @dataclass(frozen=True)
 class _Memory:
-    """A block's shared memory: x whole (`stage_slices` 0) or in stages, the ring of weights, what peers send."""
+    """A block's shared memory: x whole (`stage_slices` 0) or in stages, the ring of weights, sums that peers send."""
 
     nbytes: int
     stage_slices: int
@@ -332,21 +339,21 @@ class _Memory:
         fixed = barriers + finishing + (received if work.rounds > 1 else 0)
         space = device.shared_bytes_per_block - fixed
         x_bytes = (layout.run_slices if work.shared_run else layout.num_slices) * x_slice
-        starts_early = is_fed and work.exchanges and not work.in_clusters  # with the first of rows that lie there
+        starts_early = is_fed and work.exchanges and not work.in_clusters  # begins with the first stage of fed rows
         resident = not work.shared_run or (not starts_early and x_bytes + min(ring.slots, 2) * ring.level <= space)
         # A stage has an even number of slices, or one.
         fitting = int(device.shared_bytes_per_block * _STAGE_SHARE) // x_slice
         stage_slices = 0 if resident else min(layout.run_slices, fitting // 2 * 2 or 1)
         held = x_bytes if resident else _stages(device) * stage_slices * x_slice
         used = held + max(1, min(ring.slots, (space - held) // ring.level)) * ring.level
-        # What peers send lies apart from weights and x if another round needs those, or if there is room.
+        # Sums from peers have memory of their own if another round needs that of weights and x, or if there is room.
         apart = work.in_clusters and (work.rounds > 1 or used + received <= space)
         own = received if apart and work.rounds == 1 else 0
         return cls(fixed + own + max(used, 0 if apart else received), stage_slices, apart)
 
 
 def _x_slice(layout: PackedLayout, rows: int) -> int:
-    """Bytes of a slice of x, with its quanta, and its sums beside weights whose codes have zero points or minimums."""
+    """Return the bytes of a slice of x with its quanta, and with its sums if codes have zero points or minimums."""
     groups = SLICE_COLUMNS // layout.scale_group if layout.zeros else 0
     return SLICE_COLUMNS * 2 * rows + (SINGLE_ROW_SUMS if rows == 1 else (groups + 1) * rows * 4)
 
@@ -360,7 +367,7 @@ def _stages(device: Device) -> int:
 
 
 def _block_warps(num_tiles: int, groups: int, device: Device, shared_run: bool) -> int:
-    """Warps of a block: those that leave the busiest one the fewest tiles, in the fewest rounds."""
+    """Return the warps of a block with which the busiest block has the fewest tiles, in the fewest rounds."""
     large = device.shared_bytes_per_block >= LARGE_SHARED_BYTES
     most = (_MOST_RUN_WARPS if shared_run else _MOST_WARPS) if large else _FEW_WARPS
     step, share = (_WARPGROUP, 1) if shared_run else (RUNS, RUNS)

@@ -1,6 +1,6 @@
 """Products with packed weights: few rows in one kernel, a chunk with the weight unpacked slice by slice.
 
-Also what they need in the plan of the executor: the weights' regions, and buffers.
+Also the weights' regions and the buffers that they need in the plan of the executor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cpmrt.ops import NOTHING, Handoff
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 UNPACKED_BYTES = 64 << 20
-"""At most so much of a weight is in 16 bits at a time, in a prefill."""
+"""The most bytes of a weight that are unpacked to 16 bits at a time, in a prefill."""
 DEQUANTIZE = KernelSpec(
     "dequantize", "linear_packed/repack.cu", constants=RepackConstants, hot=True,
     reason="4-bit and ternary weights of a prefill chunk",
@@ -75,10 +75,10 @@ def held_weights(
 class PackedScratch:
     """The buffers of products with packed weights; None where no weight of the model needs it.
 
-    `rows` are prepared for one product, `fed` by one product for the next; blocks exchange `partials` and count them in
-    `arrivals`, which is zero between launches. A chunk's products unpack a part of the weight to `unpacked`, and put
-    the columns of their rows into the weight's order in `permuted`, or `permuted_inner` [T, intermediate_size].
-    Blocks of the products of a whole layer count in `counter` how far they are.
+    `rows` has rows that `PREPARE` writes for one product, `fed` rows that one product writes for the next. Blocks
+    exchange `partials` and count them in `arrivals`, which is zero between launches. A chunk's products unpack a part
+    of the weight to `unpacked`, and put the columns of their rows into the weight's order in `permuted`, or
+    `permuted_inner` [T, intermediate_size]. Launches of several products count in `counter` how far their blocks are.
     """
 
     rows: DeviceArray | None = None
@@ -92,13 +92,13 @@ class PackedScratch:
 
     @classmethod
     def of(cls, arrays: Mapping[str, DeviceArray]) -> PackedScratch:
-        """Return those among arrays by name: those of `packed_tables` and `packed_workspace`."""
+        """Return the buffers of `packed_tables` and `packed_workspace`, found by name among `arrays`."""
         return cls(**{field.name: arrays.get(f"packed_{field.name}") for field in fields(cls)})
 
 
 def packed_tables(specs: Sequence[TensorSpec], device: Device) -> tuple[BufferSpec, ...]:
-    """Return what lives as long as the executor, zero at first: the arrival counters, which every product leaves at
-    zero, and the one that the products of a layer add to."""
+    """Return the buffers that live as long as the executor, zero at first: the arrival counters, which every product
+    leaves at zero, and the counter that launches of several products add to."""
     counts = [plan.num_arrivals for plan in _plans(specs, device)]
     arrivals = (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, np.int32),) if any(counts) else ()
     counter = (BufferSpec("packed_counter", (1,), EMBED, HEAD, np.uint64),) if joins_products(specs, device) else ()
@@ -108,7 +108,7 @@ def packed_tables(specs: Sequence[TensorSpec], device: Device) -> tuple[BufferSp
 def packed_workspace(
     specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int, device: Device
 ) -> Iterator[BufferSpec]:
-    """Return the buffers of a step of at most `max_rows` rows."""
+    """Yield the buffers of a step of at most `max_rows` rows."""
     held = [spec for spec in specs if spec.quant is not None and not spec.num_experts]
     plans = list(_plans(held, device))
     for name, sizes in (
@@ -149,7 +149,7 @@ def slice_rows(num_rows: int, num_columns: int) -> int:
 
 
 def _plans(specs: Iterable[TensorSpec], device: Device) -> Iterator[PackedPlan]:
-    """Plan every product with a packed weight at every number of rows, but for experts; layers repeat the first."""
+    """Yield the plans of all products with packed weights but experts, at every number of rows; equal layouts once."""
     weights = (
         (packed_layout(spec, device), spec.quant.permuted) for spec in specs if spec.quant and not spec.num_experts
     )
@@ -159,7 +159,7 @@ def _plans(specs: Iterable[TensorSpec], device: Device) -> Iterator[PackedPlan]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prepared:
-    """Rows as a packed product reads them: what `PREPARE`, built with these constants, makes of them."""
+    """Rows in the form in which packed products read them: as `PREPARE`, built with these constants, writes them."""
 
     rows: DeviceArray | None
     constants: PrepareConstants
@@ -184,10 +184,10 @@ class PackedProducts:
     def step(
         self, product: StepProduct, weight: PackedWeight, after: Handoff, ahead: Weight | None = None
     ) -> Handoff:
-        """Launch a product of 1 to 64 rows, fused as with a weight in 16 bits. `after`: what its rows' op has left.
-        `ahead`: the weight of the product behind this one, which begins to come to the L2.
+        """Launch a product of 1 to 64 rows, fused as with a weight in 16 bits.
 
-        Those of one row may wait for the next ones, to be launched together with them.
+        `after`: the handoff of the op that has written its rows. `ahead`: the weight of the product after this one,
+        which this one begins to bring to the L2. A product of one row may be held back, to be launched with the next.
         """
         prefers_shared = _plan(weight.layout, len(product.x), self._device).prefers_shared or self._prefers_shared
         launch_one = partial(self._launch_one, product, weight, after, ahead)
@@ -214,7 +214,7 @@ class PackedProducts:
         return Handoff(left, prefers_shared)
 
     def _first_read(self, weight: Weight | None, num_rows: int) -> tuple[KernelArgument, ...]:
-        """Return what to bring early of a weight, as the kernel takes it; empty where nothing is."""
+        """Return the kernel's arguments for the part of the next weight to bring to the L2; empty if there is none."""
         if not isinstance(weight, PackedWeight) or self._device.capability < _FETCHING_CAPABILITY:
             return ()
         pieces = _plan(weight.layout, num_rows, self._device).first_read
@@ -223,8 +223,8 @@ class PackedProducts:
     def _planned(
         self, product: StepProduct, weight: PackedWeight, fed: Prepared | None
     ) -> tuple[PackedPlan, DeviceArray | None]:
-        """Return the plan, and the rows in the form in which it reads them: prepared by the product before if that was
-        for this plan, else as they are, or prepared now."""
+        """Return the plan of the product, and its rows in the form that the plan reads: as the product before has
+        prepared them if that fits the plan, else as they are, or prepared now."""
         x, has_norm, permuted = product.x, product.norm is not None, weight.perm is not None
         if fed is not None and not permuted:
             plan = _plan(weight.layout, len(x), self._device, has_norm=has_norm, is_fed=True)
@@ -239,8 +239,8 @@ class PackedProducts:
         return plan, rows
 
     def chunk(self, y: DeviceArray, x: DeviceArray, weight: PackedWeight, *, alpha: float, beta: float) -> None:
-        """y = alpha x weight^T + beta y for a chunk's rows, the weight rounded to 16 bits: in registers for few rows or
-        where no library is faster, else in memory, a slice of its rows at a time."""
+        """Compute y = alpha x weight^T + beta y for a chunk's rows. The weight is unpacked, rounded to 16 bits: in
+        registers for few rows or where no library is faster, else in memory, a part of its rows at a time."""
         if weight.perm is not None:
             x = self._gathered(x, weight.perm)
         if plan := _plan_chunk(weight.layout, len(x), self._device):
@@ -258,9 +258,9 @@ class PackedProducts:
             self._gemm(y[:, first : first + count], x, values, alpha=alpha, beta=beta)
 
     def gated_chunk(self, y: DeviceArray, x: DeviceArray, weight: PackedWeight, fatrelu: float | None) -> bool:
-        """y = activation(gate) * up of a chunk's rows, in the bits of both products and the activation behind them.
+        """Compute y = activation(gate) * up of a chunk's rows, with the bits of both products and the activation after.
 
-        Returns False where no one kernel does that.
+        Returns False, with nothing done, where no single kernel does that.
         """
         plan = _plan_chunk(weight.layout, len(x), self._device)
         if plan is None or not isinstance(plan.constants, LongChunkConstants):
@@ -282,7 +282,7 @@ class PackedProducts:
         self._launch(plan.kernel, plan.constants, plan.grid, plan.block, *operands, smem=plan.shared_bytes)
 
     def _gathered(self, x: DeviceArray, perm: DeviceArray) -> DeviceArray:
-        """Return the rows with their columns in the order of the weight's."""
+        """Return the rows with their columns in the packed order of the weight's columns."""
         (count, columns), scratch = x.shape, self._scratch
         inner, other = scratch.permuted_inner, scratch.permuted
         if inner is not None and inner.shape[1] == columns:

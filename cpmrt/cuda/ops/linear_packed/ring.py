@@ -1,4 +1,4 @@
-"""How many packed weights a block of a skinny product holds in shared memory at a time."""
+"""The size of the ring of packed weights that a block of a skinny product has in shared memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, PackedLayout, whole_
 from cpmrt.weights.ternary import TERNARY_BITS
 
 MAX_SLOTS = 8
-"""Chunks of a warp at most."""
-# Bytes at most for one row.
+"""The most chunks of a warp in the ring."""
+# The most bytes of the ring for one row.
 _SINGLE_ROW_RING = 139_264
-# Slices of a chunk where one of whole lines would leave room for no other.
+# Slices of a small chunk, taken where there would be no room for two chunks of whole lines.
 _SMALL_CHUNK = 2
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 16, 16
@@ -20,7 +20,7 @@ _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 16, 16
 
 @dataclass(frozen=True)
 class Ring:
-    """The weights in a block's shared memory: `slots` chunks a warp would do; `level` bytes for one of every warp."""
+    """A block's ring of weights: `slots` chunks of a warp are enough; `level` bytes hold one chunk of every warp."""
 
     slots: int
     level: int

@@ -21,22 +21,22 @@ THREADS = 256
 """Threads of a block: eight warps, one for each run of K."""
 _BITS, _SCALE_GROUP = 4, 128
 MOST_LAYERS = 54
-"""Whose operands fit into the parameters of a launch."""
-# Tiles of a warp in one product: the sums of all are in registers.
+"""The most layers of a launch: the operands of so many fit into its parameters."""
+# The most tiles of a warp in one product: the sums of all are in registers.
 _MOST_ROUNDS = 6
-# Of a row that is not normalised a warp has so many slices in shared memory at a time; slices of a chunk of weights;
-# chunks of a warp's ring.
+# Slices of a row that is not normalised that a warp has in shared memory at a time; slices of a chunk of weights; the
+# fewest and the most chunks of a warp's ring.
 _STAGE_SLICES, _CHUNK_SLICES, _FEWEST_SLOTS, _MOST_SLOTS = 4, 2, 3, 8
 PAGE_STAGES = 2
 """Pages of a warp's ring in attention."""
 _HEAD_DIMS = (64, 128)  # others spill registers
-# Shared memory before the sums: square sums, the row's place. Sums of a tile and run; logarithms of the sums of
-# attention's four warps; rings begin at such a multiple. A slice of the row.
+# Bytes of shared memory: before the sums (square sums and the row's place); the sums of a tile and run; the logarithms
+# of the sums of attention's four warps; the alignment of the rings; a slice of the row.
 _FIXED_BYTES, _SUM_BYTES, _LOG_SUM_BYTES, _ALIGNED_BYTES = 64, 64, 256, 128
 _SLICE_BYTES = 2 * SLICE_COLUMNS + SINGLE_ROW_SUMS
-# A flag of attention's, and room to begin at a multiple of this.
+# Bytes beside the dynamic shared memory with attention: a flag, and room to begin at a multiple of this.
 _STATIC_BYTES = 1024
-# Places in a weight are 32-bit integers.
+# The size that weights must stay below, because offsets in a weight are 32-bit integers.
 _MOST_BYTES = 1 << 31
 
 
@@ -71,7 +71,7 @@ ROW_LAYERS = KernelSpec(
 
 
 def joins_products(specs: Iterable[TensorSpec], device: Device) -> bool:
-    """Tell whether a model with these weights has a layer's products in one launch, where `plan_layer` has a plan."""
+    """Tell whether a model with these weights may have a layer's products in one launch, if `plan_layer` plans it."""
     are_packed = any(spec.quant and spec.product == "gate_up" for spec in specs)
     return are_packed and device.capability < STARTS_EARLY
 
@@ -79,10 +79,10 @@ def joins_products(specs: Iterable[TensorSpec], device: Device) -> bool:
 def plan_layer(
     layouts: Sequence[PackedLayout], device: Device, attention: DecodePlan | None = None
 ) -> RowLayersConstants | None:
-    """Plan the launch of products with weights of these layouts, in their order; without the last one a layer ends.
+    """Plan the launch of a layer's products with weights of these layouts: o, gate_up, down and the next layer's qkv.
 
-    With `attention` a layer begins with that. Returns None where they are of a kind or size that the kernel does not
-    take.
+    Without qkv the layer is the last one. With `attention` each layer begins with its attention. Returns None for a
+    kind or size that the kernel does not take.
     """
     o, gate_up, down, *qkv = layouts
     if device.capability >= STARTS_EARLY or not all(map(is_taken, layouts)):
@@ -103,7 +103,7 @@ def plan_layer(
     fixed = ceil(fixed / _ALIGNED_BYTES) * _ALIGNED_BYTES
     slot_bytes = warps * _CHUNK_SLICES * gate_up.unit_bytes
     slots = min(_MOST_SLOTS, (room - fixed) // slot_bytes)
-    smem_bytes = fixed + max(slots * slot_bytes, of_attention)  # attention has the memory of the rings in turn
+    smem_bytes = fixed + max(slots * slot_bytes, of_attention)  # attention and the rings use it in turn
     if max(rounds) > _MOST_ROUNDS or max(places) >= _MOST_BYTES or slots < _FEWEST_SLOTS or smem_bytes > room:
         return None
     plan = RowLayersConstants(
@@ -115,14 +115,14 @@ def plan_layer(
 
 
 def is_taken(layout: PackedLayout) -> bool:
-    """Whether the kernel takes weights of this kind."""
+    """Whether row_layers.cu takes weights of this layout."""
     kind = layout.bits, layout.scale_group, layout.zeros
     has_runs = layout.runs == RUNS or layout.product == "gate_up"
     return kind == (_BITS, _SCALE_GROUP, 0) and has_runs and layout.out_features % TILE_ROWS == 0
 
 
 def takes_attention(attention: DecodePlan) -> bool:
-    """Whether the kernel attends with such heads, over such pages."""
+    """Whether row_layers.cu takes heads of this size and pages of this type."""
     return attention.constants.head_dim in _HEAD_DIMS and not attention.constants.fp8
 
 

@@ -1,6 +1,6 @@
-"""How the product of a short prefill chunk with a 4-bit weight (`packed_gemm*.cu`) is compiled and launched.
+"""Plans the product of a short prefill chunk with a 4-bit weight: how `packed_gemm*.cu` are compiled and launched.
 
-Its bits are those of a longer chunk's: of the weight unpacked to 16 bits, and a dense product that sums along K in
+It has the bits that a longer chunk has, whose weight is unpacked to 16 bits for a dense product that sums along K in
 order.
 """
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from cpmrt.cuda.build.spec import Constants
 
 MOST_ROWS = 128
-"""The most rows of a chunk that is not long. On sm_90 and later a weight is unpacked in memory for longer ones: it then
-serves so many rows that this costs less."""
+"""The most rows of a short chunk. On sm_90 and later a weight is unpacked in memory for longer chunks: it then serves
+so many rows that this costs less."""
 # Tiles of a block: the fewest that leave each multiprocessor at most one block. Blocks with fewer than four would take
 # longer to read x than to multiply.
 _TILES = (4, 8, 16)
 _SMALLEST_GROUP = 32
 _FEW_TOKENS, _TOKENS = 16, 64
-"""Rows of x that a block takes."""
-# packed_gemm.cu: tiles from which on none is shared by two warps, and how deep its pipeline may be.
+"""Rows of x that a block takes: the smaller number in chunks with no more rows."""
+# packed_gemm.cu: the tiles of a block from which on no two warps share one; the fewest and the most stages.
 _UNSHARED_TILES, _FEWEST_STAGES, _MOST_STAGES = 16, 3, 6
 # packed_gemm_wgmma.cu: the sizes that its header names.
 _WGMMA_CAPABILITY, _BARRIER_BYTES, _BOX_COLUMNS = 90, 16, 64
@@ -46,7 +46,7 @@ class ShortChunkConstants(LayoutConstants):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarpGemmConstants(ShortChunkConstants):
-    """packed_gemm.cu has these constants: also how many warps share a tile."""
+    """Compile-time constants of packed_gemm.cu: those of packed_gemm_wgmma.cu, and how many warps share a tile."""
 
     tile_warps: int = 1
 
@@ -62,7 +62,7 @@ PACKED_GEMM_WGMMA = KernelSpec(
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """How a product of a chunk is launched: `grid` blocks of `block` threads, each block with `shared_bytes` of memory.
+    """The plan of a chunk's product: `grid` blocks of `block` threads, each with `shared_bytes` of shared memory.
 
     `box_rows`: rows of the boxes of a tensor map, if the kernel takes x as one.
     """
@@ -75,12 +75,12 @@ class ChunkPlan:
     box_rows: int | None = None
 
     def rows(self, x: DeviceArray) -> KernelArgument:
-        """Return x [M, K], which must stay where it is, as the kernel takes it."""
+        """Return x [M, K], which must stay where it is, as the kernel takes it: the array or a tensor map of it."""
         return x if self.box_rows is None else row_boxes(x, self.box_rows, _BOX_COLUMNS)
 
 
 def takes_short_chunk(layout: PackedLayout, num_rows: int) -> bool:
-    """Tell whether there is a kernel for a chunk of so few rows and codes of this kind."""
+    """Tell whether there is a kernel for a short chunk of `num_rows` rows with codes of this kind."""
     return takes_chunk(layout) and num_rows <= MOST_ROWS
 
 
@@ -114,7 +114,7 @@ def _warp_plan(layout: PackedLayout, num_rows: int, device: Device) -> ChunkPlan
 def _wgmma_plan(layout: PackedLayout, num_rows: int, device: Device) -> ChunkPlan:
     tiles = _fewest_tiles(layout, device, _TILES)
     tokens = _block_tokens(num_rows)
-    # All of the memory: a second block on the same multiprocessor would make both slower.
+    # A block takes all of the shared memory: a second one on the same multiprocessor would make both slower.
     stage_bytes = _x_bytes(tokens) + tiles * layout.unit_bytes + _BARRIER_BYTES
     stages = device.shared_bytes_per_block // stage_bytes
     constants = ShortChunkConstants(**layout.sizes, tokens=tokens, tiles=tiles, stages=stages)
@@ -131,5 +131,5 @@ def _block_tokens(num_rows: int) -> int:
 
 
 def _x_bytes(tokens: int) -> int:
-    """Bytes of a slice of x in shared memory."""
+    """Return the bytes of a slice of x in shared memory."""
     return tokens * SLICE_COLUMNS * 2
