@@ -1,4 +1,4 @@
-"""What a request must be before it becomes a sequence."""
+"""Checks of a request before it becomes a sequence, and the guide or late form of its grammar."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ def check_request(request: Request, limits: ExecutorLimits) -> None:
 
 
 def guide_of(request: Request, limits: ExecutorLimits) -> Guide | None:
-    """Return what leads an answer through the request's grammar; None: there is no grammar."""
+    """Return the guide that leads an answer through the request's grammar; None: there is no grammar."""
     return None if request.matcher is None else _guide(request.matcher(), request, limits)
 
 
 def late_form_of(request: Request, limits: ExecutorLimits) -> LateForm | None:
-    """Return what waits for the text from which on the request's grammar binds; None: it waits for none."""
+    """Return the late form, which finds where the request's grammar begins to bind; None: the request has no trigger.
+    """
     if request.trigger is None:
         return None
     return LateForm(request.trigger(), lambda matcher: _guide(matcher, request, limits))
@@ -65,6 +66,6 @@ def _check_some(token_ids: Sequence[int]) -> None:
 
 
 def _guide(matcher: Matcher, request: Request, limits: ExecutorLimits) -> Guide:
-    # Tokens that are not sampled have no log-probabilities.
+    # Certain tokens are not sampled, so they have no log-probabilities: a request that wants these samples every token.
     max_run = MAX_CERTAIN if limits.certain_rows and not request.sampling.logprobs else 0
     return Guide(matcher, max_run, request.stop_token_ids)

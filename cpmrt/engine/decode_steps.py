@@ -11,7 +11,7 @@ from cpmrt.executor import Decode, ExecutorLimits, Speculate, Step, StepResult
 
 
 class DecodeSteps:
-    """Makes decode steps, and keeps what drafting learns from one sequence to the next.
+    """Makes decode steps, and carries the estimates of drafting over from one sequence to the next.
 
     With `adaptive`, and if the executor knows what its steps cost, each sequence has a policy for its draft steps, and
     so has each number of sequences that decode together.
@@ -26,12 +26,12 @@ class DecodeSteps:
         self._policies: dict[tuple[float, ...], DraftPolicy] = {}
         """The policies of several sequences by what their steps cost."""
         self._decoding: tuple[Sequence, ...] = ()
-        """The sequences of the last step."""
+        """The sequences of the step that was made last."""
         self._made: dict[int, Decode | Speculate] = {}
-        """Their steps by shape, made once: mostly the same sequences take the next step too."""
+        """The steps of `_decoding` by shape, kept for reuse: mostly the same sequences take the next step too."""
 
     def begin(self, seq: Sequence) -> None:
-        """Give a sequence that was admitted what its draft steps need; anew where it was paused."""
+        """Give an admitted sequence its accept counts and its policy. After a pause the policy is a new one."""
         limits = self._limits
         if not limits.tree_shapes:
             return
@@ -51,7 +51,7 @@ class DecodeSteps:
         return step
 
     def applied(self, step: Step, sequences: tuple[Sequence, ...], result: StepResult) -> None:
-        """Let the policy of several sequences know what a step has given those that go on, which is applied now."""
+        """Report to the policy of several sequences what a step gave those that go on; `result` is applied already."""
         if not isinstance(step, Speculate) or len(step.slots) == 1 or not self._has_policies:
             return
         policy, given = self._policy_of(len(step.slots)), list[tuple[int, bool]]()
@@ -62,7 +62,7 @@ class DecodeSteps:
             policy.observe_several(step.shape, given)
 
     def forget(self) -> None:
-        """Make the next step anew: a sequence may get another slot."""
+        """Drop the steps that are kept for reuse, because a sequence may get another slot."""
         self._decoding = ()
 
     def _next_shape(self, decoding: tuple[Sequence, ...]) -> int:
@@ -75,7 +75,7 @@ class DecodeSteps:
         return PLAIN if policy is None else policy.choose(max(seq.room - seq.num_in_flight for seq in decoding))
 
     def _policy_of(self, num_sequences: int) -> DraftPolicy | None:
-        """Return the policy of so many sequences; None where nobody knows what their steps cost."""
+        """Return the policy of `num_sequences` sequences; None where the cost of their steps is unknown."""
         seconds = self._limits.seconds_for(num_sequences)
         if seconds and seconds not in self._policies:
             self._policies[seconds] = DraftPolicy(self._limits.tree_shapes, seconds, self._policy)

@@ -28,16 +28,16 @@ class Engine:
 
     Prompts and loans wait in arrival order for a slot. While one is prefilled, a decode step of the running sequences
     follows each chunk, so that no stream stalls behind a long prompt. `listener` is called with every step and its
-    result. With `prefix_cache` False every prompt is computed whole; with KEEP_ANSWERS what decode steps have written
-    is reused too, whose bits are not those of a prefill.
+    result. With `prefix_cache` False every prompt is computed whole; with KEEP_ANSWERS the keys and values that decode
+    steps have written are reused too, though a prefill would give other bits.
 
     Where the executor drafts, sequences take Speculate steps, alone or as many together as it drafts for. With
     `adaptive`, and if the executor knows what its steps cost, `speculation.DraftPolicy` chooses their shape, or plain
     steps; otherwise all have the first shape that takes so many. The tokens are the same in every case.
 
-    The steps of a sequence under a grammar have masks, and bring tokens that are certain (`engine.guide`). It cannot
-    run ahead by more than a step; those that decode with it wait for it, and all go on together. A step that drafts
-    waits for those before it, but for one that drafts too.
+    The steps of a sequence under a grammar have masks, and bring tokens that are certain (`engine.guide`). Such a
+    sequence cannot run ahead by more than a step; sequences that decode with it wait for it, and all go on together.
+    Its draft steps wait until all steps before are done, except where one draft step follows another.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class Engine:
         self.on_news: Callable[[Sequence], object] = lambda seq: None
         """Called with each sequence that may have got tokens or come to its end."""
         self._uses_cache, self._keeps_answers = bool(prefix_cache), prefix_cache == KEEP_ANSWERS
-        # How many tokens a draft step gives is not known before it is done, and by then the state may be further on.
+        # A state within an answer cannot be kept where steps draft: how many tokens a draft step gives is not known
+        # before it is done, and by then the state may be further on.
         has_states = self.limits.num_snapshots > 0 and not self.limits.tree_shapes
         self._keeps_answer_states = self._keeps_answers and has_states
         self.adaptive = adaptive
@@ -67,7 +68,7 @@ class Engine:
 
     @property
     def cache(self) -> PrefixCache | None:
-        """What gives out the KV pages; None where the executor's block tables are fixed."""
+        """The prefix cache, which gives out the KV pages; None where the executor's block tables are fixed."""
         return self.slots.cache
 
     @property
@@ -122,7 +123,7 @@ class Engine:
     def stop(self, seq: Sequence, num_tokens: int) -> None:
         """End a sequence at a stop string in its text, which its first `num_tokens` tokens complete.
 
-        What came after them, be it tokens, an end or an error, does not count.
+        Tokens after them do not count, nor does an end or an error that came with those.
         """
         transitions.cut(seq, num_tokens)
         try:
@@ -134,7 +135,8 @@ class Engine:
     def advance(self) -> None:
         """Submit what may be submitted, then wait for the oldest step in flight and hand out its results.
 
-        Where nothing is in flight then, the next step is submitted before anybody reads them.
+        If nothing is in flight after that, and the executor can run ahead, the next step is submitted before anybody
+        reads the results.
         """
         self._submit_up_to(self.limits.run_ahead)
         try:
@@ -169,7 +171,7 @@ class Engine:
         self.executor.close()
 
     def _submit_up_to(self, num_steps: int) -> None:
-        """Submit what may be submitted, until so many steps are in flight."""
+        """Submit what may be submitted, until `num_steps` steps with results are in flight."""
         while self._in_flight.num_awaited < num_steps and self._submit_next():
             pass
 
@@ -198,13 +200,13 @@ class Engine:
         return True
 
     def _awaits_mask(self, guided: list[Sequence], *, may_draft: bool, is_lending: bool) -> bool:
-        """Tell whether one of these sequences, which have grammars and decode, cannot take a further step yet."""
+        """Tell whether any of `guided`, which are decoding sequences with a grammar, cannot take a further step yet."""
         is_alone = len(self.running) == len(self._in_flight) == 1 and not (self._waiting and self.slots.free)
         awaits = partial(transitions.awaits_mask, may_draft=may_draft, is_lending=is_lending, is_alone=is_alone)
         return any(awaits(seq, num_awaited=self._in_flight.num_awaited) for seq in guided)
 
     def _keep_answers(self, decoding: tuple[Sequence, ...]) -> None:
-        """Have the states kept of those sequences that the steps so far bring to a border of pages, if any are."""
+        """Keep the state of each sequence that the steps so far bring to a border of pages, if there is a snapshot."""
         for seq in decoding:
             if self.cache and seq.pages and seq.num_expected % self.limits.page_size == 0:
                 snapshot = self.cache.snapshot_within_answer(seq.pages, seq.num_expected)
@@ -212,7 +214,7 @@ class Engine:
                     self._guarded(Keep(seq.slot, snapshot), (seq,), ())
 
     def _resume_one(self) -> bool:
-        """Have a paused sequence go on whose steps are done, and tell whether there is one."""
+        """Resume the first paused sequence that has no steps in flight, and tell whether there was one."""
         for seq in self.running:
             if seq.phase is Phase.PAUSED and not seq.num_in_flight:
                 try:
@@ -223,7 +225,10 @@ class Engine:
         return False
 
     def _take_one(self) -> bool:
-        """Give a slot to what waits first, and tell whether nothing more is to be submitted for it now."""
+        """Give a free slot to the first sequence or loan that waits.
+
+        Returns True if there is nothing to prefill after that: a loan has its slot, or an admission failed.
+        """
         if not (self._waiting and self.slots.free):
             return False
         first = self._waiting.popleft()
@@ -301,7 +306,7 @@ class Engine:
             self._fill_masks(sequences)
 
     def _fill_masks(self, sequences: Iterable[Sequence]) -> None:
-        """Give the last steps of sequences their masks, and let go of those whose grammar fails there."""
+        """Fill the masks of the sequences' last steps, and release the sequences whose grammar fails there."""
         failed = transitions.fill_masks(sequences)
         if failed:
             for seq in failed:
@@ -334,10 +339,10 @@ class Engine:
                 self._fail(seq, error)
 
     def _resume(self, seq: Sequence) -> None:
-        """Have a paused sequence go on: its slot takes it anew, and prefills what its last full page does not hold.
+        """Resume a paused sequence: its slot takes it anew, and prefills the tokens behind its last full page.
 
-        A state beside the pages may be ahead, and cannot be cut back: then the sequence waits, before all others, to be
-        prefilled from where its text can be resumed.
+        A recurrent state may be ahead of the text and cannot be cut back. A sequence with one gives its slot back and
+        waits, before all others, to be prefilled from the last snapshot that its text can be resumed from.
         """
         gained = transitions.close_thought(seq)
         if gained.token_ids:
@@ -356,7 +361,7 @@ class Engine:
             self._begin(seq, transitions.readmit(seq, self.limits))
 
     def _release_all(self, sequences: list[Sequence]) -> None:
-        """Submit the release of every sequence's slot, and raise what fails only then."""
+        """Submit the release of every sequence's slot; an error of one is raised after all have been submitted."""
         with ExitStack() as releases:
             for seq in reversed(sequences):
                 releases.callback(self._release, seq)
@@ -364,7 +369,7 @@ class Engine:
     def _release(self, seq: Sequence) -> None:
         """Submit the release of a sequence's slot. Steps still in flight run before that: slot and pages may be reused.
 
-        They are free though the release fails: whoever gets them next hears from the executor itself if it is lost.
+        Slot and pages are free even if the release fails: if the executor is lost, it says so to the next sequence.
         """
         self.running.remove(seq)
         try:
@@ -375,6 +380,6 @@ class Engine:
                 transitions.release_pages(seq, self.cache, keeps_answer=self._keeps_answers)
 
     def _collect_control_steps(self) -> None:
-        """Report steps without results (Admit, Keep, Recall, Release) to the listener, each in its place."""
+        """Report the oldest steps to the listener while they have no results (Admit, Keep, Recall, Release)."""
         while self._in_flight and not self._in_flight.oldest.sequences:
             self._collect_oldest()

@@ -1,4 +1,4 @@
-"""The steps that an executor has taken and whose results nobody has asked for yet."""
+"""The steps that an executor has taken and whose results are not collected yet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpmrt.executor import Executor, Pending, Speculate, Step, StepResult
 
 
 class StepInFlight(NamedTuple):
-    """A step on its way, and the sequences that its result is for: none of Admit, Keep, Recall and Release."""
+    """A submitted step, and the sequences that its result is for; Admit, Keep, Recall and Release have none."""
 
     step: Step
     sequences: tuple[Sequence, ...]
@@ -26,13 +26,13 @@ class StepsInFlight:
         self._executor = executor
         self._steps = deque[StepInFlight]()
         self.num_awaited = 0
-        """The number of steps that have results for sequences."""
+        """The number of steps in flight that have results for sequences."""
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def submit(self, step: Step, sequences: tuple[Sequence, ...]) -> None:
-        """Have the executor take a step. Raises what it raises; then the step is not in flight."""
+        """Submit a step to the executor. If the executor raises, so does this, and the step is not in flight."""
         self._steps.append(StepInFlight(step, sequences, self._executor.submit(step)))
         self.num_awaited += bool(sequences)
 
@@ -41,9 +41,9 @@ class StepsInFlight:
         return self._steps[0]
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step, which is in flight no longer even if it has failed.
+        """Wait for the oldest step and return its result. Even if it has failed, it is no longer in flight then.
 
-        An interrupt, which is no Exception, leaves it to be waited for again.
+        An interrupt, which is no Exception, leaves the step in flight, to be waited for again.
         """
         try:
             result = self._steps[0].pending.wait()
@@ -54,9 +54,9 @@ class StepsInFlight:
         return result
 
     def give_masks(self) -> None:
-        """Wait until the tree of the newest step, if it has one, has its masks: whoever waits may go away for long.
+        """Wait until the tree of the newest step, if it has one, has its masks: the next call may be a long time away.
 
-        The results of all steps before such a tree are known. What fails fails again when the step is collected.
+        The results of all steps before such a tree are known. An error is left to be raised again by `collect`.
         """
         if not self._steps:
             return

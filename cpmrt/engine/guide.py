@@ -1,14 +1,14 @@
-"""What one sequence under a grammar may sample next, while its steps are in flight.
+"""Guides: the tokens that one sequence under a grammar may sample next, while its steps are in flight.
 
 The mask of a step needs the token before it. So the last step that was submitted may have an empty mask, which is
 filled as soon as the step before it is done: the layers run meanwhile. Tokens that the grammar leaves no choice about
 are not sampled one by one: a step that is submitted when they are known brings them along, a row each, and samples the
-token behind them. One that was submitted before has a mask that allows nothing but the first of them. What brings a
-certain token, be it such a row, such a mask or a draft, depends on what is in flight; it changes no bit of the answer.
+token behind them. A step that was submitted earlier has a mask that allows nothing but the first of them. Whether a
+certain token comes by such a row, such a mask or a draft depends on what is in flight; it changes no bit of the answer.
 
 A step that drafts is submitted when all tokens before it are known, and none is certain; or behind another such step
-while no certain tokens are expected. Each node of its tree has what plain decoding would have behind the node's path,
-from a guide of its own, a fork of its parent's (`GuidedTree`).
+while no certain tokens are expected. Each node of its tree has the mask that plain decoding would have behind the
+node's path. It comes from a guide of the node's own, a fork of its parent's (`GuidedTree`).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from cpmrt.errors import FormError, MaskError
 from cpmrt.executor import Mask, Path, TreeMasks
 
 _STEADY_TOKENS = 8
-"""So many tokens without a certain one let another tree be drafted before it is known whether one comes. A plain step
-would bring all certain tokens, a tree few."""
+"""The number of tokens in a row, none of them certain, after which another tree may be drafted before it is known
+whether a certain token comes next. A plain step would bring all certain tokens, a tree few."""
 
 
 class Matcher(Protocol):
     """Follows one answer through its grammar (`cpmrt.grammar`). Raises FormError where the answer cannot go on."""
 
     def allowed(self) -> bytes | None:
-        """Return which tokens may come next, as `Mask.bits` has them."""
+        """Return which tokens may come next, in the form of `Mask.bits`."""
         ...
 
     def prepare(self, others: Sequence[Matcher]) -> None:
-        """Find what `allowed` will return, of this matcher and of others, at the same time where that is quicker."""
+        """Compute the results of `allowed` of this matcher and of `others`, at the same time where that is quicker."""
         ...
 
     def forced(self) -> Sequence[int]:
@@ -57,12 +57,13 @@ class Matcher(Protocol):
 
 
 class Guide:
-    """Gives the steps of one sequence their masks, and at most `max_run` certain tokens each; 0: these are sampled.
+    """Gives the steps of one sequence their masks, and at most `max_run` certain tokens each (0: all are sampled).
 
     A token that ends the answer (`stop_ids`) is sampled even if it is certain.
 
     Where `matcher` fails, the steps in flight may sample anything, and `failure` says why their results do not count.
-    Nor do certain tokens that they bring, so how much of the answer comes before the error depends on the schedule.
+    Certain tokens that they bring do not count either, so how much of the answer comes before the error depends on the
+    schedule.
     """
 
     def __init__(self, matcher: Matcher, max_run: int, stop_ids: Sequence[int] = ()):
@@ -70,16 +71,16 @@ class Guide:
         self._mask: Mask | None = None
         """The mask of the step that was submitted last."""
         self._samples_certain = False
-        """Whether that allows a certain token alone."""
+        """Whether that mask allows nothing but one certain token."""
         self._trees: deque[GuidedTree] = deque()
-        """Of the steps in flight that draft, until their results are taken."""
+        """The trees of the draft steps in flight, oldest first, until their results are taken."""
         self._num_free = 0
         """Tokens taken since the last certain one."""
         self.failure: FormError | None = None
         self._ahead: tuple[int, ...] = ()
         """Certain tokens that submitted steps will bring."""
         self._certain: tuple[int, ...] = ()
-        """Certain tokens behind those ahead. The matcher is behind both."""
+        """Certain tokens behind `_ahead`, which no step brings yet. The matcher has accepted both."""
 
     @property
     def is_ready(self) -> bool:
@@ -88,12 +89,12 @@ class Guide:
 
     @property
     def has_trees(self) -> bool:
-        """Whether steps in flight draft, so that the executor may ask what their nodes may be."""
+        """Whether steps in flight draft, so that the executor may ask for the masks of their nodes."""
         return bool(self._trees)
 
     @property
     def may_draft_ahead(self) -> bool:
-        """Whether a tree may be submitted behind those in flight: no certain token is expected there."""
+        """Whether a tree may be submitted behind trees in flight, since no certain token is expected there."""
         return self.has_trees and self._num_free >= _STEADY_TOKENS
 
     @property
@@ -108,10 +109,10 @@ class Guide:
         return mask
 
     def num_certain(self, room: int, *, is_known: bool) -> int:
-        """Return how many certain tokens the next step may bring, behind which it samples one.
+        """Return how many certain tokens the next step may bring before the token that it samples.
 
-        Where nothing is left to sample behind them no step needs to bring them. `is_known`: whether nothing is in
-        flight. `room`: for how many more tokens there is room, behind those that are taken.
+        0 where nothing is left to sample behind them, since no step needs to bring them then. `is_known`: whether
+        nothing is in flight. `room`: how many more tokens the sequence may get, behind those that are taken.
         """
         longest = min(room - len(self._ahead) - 1, self._max_run) if is_known or self._samples_certain else 0
         if longest <= 0 or not self._knows_certain() or self._matcher.is_complete:
@@ -120,7 +121,7 @@ class Guide:
         return next((number for number, token in enumerate(tokens) if token in self._stop_ids), len(tokens))
 
     def next_step(self, num_certain: int) -> tuple[Mask, tuple[int, ...]]:
-        """Return the empty mask of the next step, and the certain tokens that it brings: so many."""
+        """Return the empty mask of the next step, and the `num_certain` certain tokens that it brings."""
         self._mask, self._samples_certain = Mask(), False
         brought, self._certain = self._certain[:num_certain], self._certain[num_certain:]
         self._ahead += brought
@@ -130,11 +131,12 @@ class Guide:
 
     @property
     def has_run(self) -> bool:
-        """Whether the next step, before which nothing is in flight, may bring certain tokens."""
+        """Whether the next step may bring certain tokens; asked when nothing is in flight."""
         return self._max_run > 0 and self._knows_certain()
 
     def tree_masks(self, room: int) -> TreeMasks:
-        """Return the masks of the next step, which drafts; only trees are in flight. `room` as for `num_certain`."""
+        """Return the masks of the next step, which drafts. Only draft steps are in flight. `room` as for `num_certain`.
+        """
         if self._trees:
             self._trees[-1].leave_root()
         self._mask, self._samples_certain = Mask(), False
@@ -148,9 +150,9 @@ class Guide:
         return self._mask.bits
 
     def behind(self, token: int, room: int) -> Guide | None:
-        """Return a guide with the empty mask of a step behind `token`, the next one, or None if no step comes there.
+        """Return a fork of this guide for the step behind the next token, `token`, or None if no step comes there.
 
-        This guide's own mask is filled. `room`: for how many tokens there is room behind the next one.
+        The fork has an empty mask; this guide's own must be filled. `room`: how many tokens may follow `token`.
         """
         if self.failure or room <= 0 or token in self._stop_ids or not _allows(self.bits, token):
             return None
@@ -162,9 +164,9 @@ class Guide:
         return fork
 
     def take(self, token_ids: Sequence[int], room: int, *, is_drafted: bool = False) -> tuple[int, ...]:
-        """Note the tokens that a step has brought, and return certain ones behind them with which the answer ends.
+        """Note the tokens that a step has brought, and return the certain tokens behind them if these end the answer.
 
-        Mostly there are none. `room`: for how many tokens there was room before these.
+        Mostly there are none. `room`: how many tokens the sequence might still get, these included.
         """
         if is_drafted:
             self._go_along(self._trees.popleft(), tuple(token_ids[:-1]))
@@ -192,7 +194,7 @@ class Guide:
         fill_masks([self])
 
     def let_go(self) -> None:
-        """Have the steps in flight, whose results do not count, sample anything."""
+        """Let the steps in flight sample anything, since their results do not count."""
         if self._mask is not None and not self._mask.is_filled:
             self._mask.fill(None)
         for tree in self._trees:
@@ -202,7 +204,7 @@ class Guide:
         self._ahead, self._certain = (), (*self._ahead, *self._certain)
 
     def _go_along(self, tree: GuidedTree, path: Path) -> None:
-        """Take over the state of a node of the tree, which the next token was sampled at."""
+        """Take over the state of the tree's node at `path`, where the last token of the step was sampled."""
         node = tree.guides.get(path)
         if not self._trees:
             self._mask = None
@@ -213,7 +215,7 @@ class Guide:
             self._ahead, self._certain = node._ahead, node._certain
 
     def _begin_fill(self) -> bool:
-        """Fill an empty mask that needs nothing of the matcher, and tell whether it is still to be filled."""
+        """Fill the mask if it is empty and a certain token or a failure decides it; tell whether it is still empty."""
         if self._mask is None or self._mask.is_filled:
             return False
         if self._knows_certain():
@@ -253,7 +255,7 @@ class Guide:
 def fill_masks(guides: Iterable[Guide]) -> None:
     """Fill the masks of the last steps of several sequences, as `Guide.fill` does for one.
 
-    The matchers that leave a choice are asked together.
+    The matchers that leave a choice are asked together (`Matcher.prepare`).
     """
     choosing = [guide for guide in guides if guide._begin_fill()]
     if len(choosing) > 1:
@@ -263,9 +265,9 @@ def fill_masks(guides: Iterable[Guide]) -> None:
 
 
 class GuidedTree:
-    """The guides of a drafted tree's nodes by their paths, and so the tree's masks.
+    """The guides of a drafted tree's nodes by their paths, and the tree's masks, which these guides find.
 
-    `root` finds the mask of the root; `room`: for how many tokens there is room, behind those that are taken.
+    `root` is the guide of the root node. `room`: how many more tokens the sequence may get behind those that are taken.
     """
 
     def __init__(self, root: Guide, room: int):
@@ -274,15 +276,18 @@ class GuidedTree:
         self.room = room
 
     def leave_root(self) -> None:
-        """Note that the root's guide goes on to another tree before what comes of this one is known."""
+        """Keep a copy of the root's guide, which goes on to another tree before the result of this one is known."""
         self.guides[()] = copy(self.guides[()])
 
     def _fill_root(self) -> None:
-        """Find the root's own mask, which nothing but the launch of the step comes before."""
+        """Fill the root's mask. It depends on no drafted token, so this happens while the draft of the step runs."""
         self.guides[()].fill()
 
     def _find(self, paths: Sequence[Path]) -> dict[Path, bytes | None]:
-        """Return what is left of paths, of which each comes behind the one that it goes on with."""
+        """Return the mask bits of every node that is left, by path; the others are cut.
+
+        A path's parent, the path without its last token, must be among `paths` too.
+        """
         self._fill_root()
         for _, level in groupby(sorted(paths, key=len), key=len):
             found = dict[Path, Guide]()

@@ -18,13 +18,13 @@ class Loan:
     """A slot for a caller that drives the executor itself, as for `Executor.prompt_logits`."""
 
     num_tokens: int
-    """Tokens that its pages shall hold."""
+    """The number of tokens that its pages must hold."""
     prompt_ids: tuple[int, ...] = ()
-    """Tokens with which they may begin: the pages of these that are known are shared. Empty: all pages are new."""
+    """Tokens that the pages may begin with: those pages that the prefix cache knows are shared. Empty: all are new."""
     slot: int = -1
     """The slot; -1 while none is free."""
     pages: HeldPages | None = None
-    """KV pages that come with it; None: those of the slot."""
+    """KV pages that come with the slot; None: it has its own, fixed ones."""
 
     @property
     def block_table(self) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ class Loan:
 
 @contextmanager
 def borrowed_slot(engine: Engine, num_tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Lend a slot and its block table for a `with` block; if none is free, run what runs until one is."""
+    """Lend a slot and its block table for a `with` block; if no slot is free, advance the engine until one is."""
     loan = engine.borrow(num_tokens)
     try:
         while loan.slot < 0:

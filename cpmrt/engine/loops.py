@@ -1,4 +1,4 @@
-"""Finds out that an answer repeats itself and will hardly stop."""
+"""The detection of answers that repeat themselves and will hardly stop."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ LEAST_TOKENS = 128
 MAX_PERIOD = 512
 """The longest repeated run of tokens that is looked for."""
 _ANCHOR = 8
-"""Tokens that must agree before a distance is followed. Every loop repeats at least 64."""
+"""Tokens in a row that must repeat before their distance is followed as a period. Every loop repeats at least 64."""
 
 
 class LoopGuard:
     """Watches the tokens of one answer.
 
     It loops where its last max(`repeats` * p, LEAST_TOKENS) tokens have a period p <= MAX_PERIOD, that is, equal those
-    p places before them. A token costs as much as there are earlier places of the last eight tokens, which are few
+    p places before them. The time of a token grows with the earlier places of the last eight tokens, which are few
     until the answer loops.
     """
 
@@ -26,10 +26,10 @@ class LoopGuard:
         self._anchors: deque[tuple[int, ...]] = deque()
         """The eight tokens that end at each of the last MAX_PERIOD places."""
         self._places: dict[tuple[int, ...], deque[int]] = {}
-        """The same the other way round."""
+        """For each run of eight tokens among `_anchors`: the places where it ends, in ascending order."""
         self._num_places = 0
         self._runs: dict[int, int] = {}
-        """For each period that the last token goes on with: how many tokens in a row have equalled those before."""
+        """For each period that the last token continues: how many tokens in a row equal the one a period before."""
 
     def push(self, token: int) -> bool:
         """Take the next token, and tell whether the answer loops with it."""

@@ -61,11 +61,11 @@ class PagePool:
             self._free.append(page)
 
     def keep(self, page: int) -> None:
-        """Keep the contents of a held page after its last holder."""
+        """Note that the contents of a held page are to be kept after its last holder."""
         self._kept.add(page)
 
     def discard(self, page: int) -> None:
-        """Keep its contents no longer; a page that nobody holds becomes free."""
+        """Note that the contents of a page need not be kept any longer; a page that nobody holds becomes free."""
         self._kept.remove(page)
         if page in self._cached:
             del self._cached[page]

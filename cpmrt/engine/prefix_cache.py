@@ -5,8 +5,9 @@ page's tokens are looked up among those that follow the page before. Python hash
 key) and compares them whole, so no collision can give a page of other text, and none can be provoked from outside.
 
 Where a sequence has a state beside its pages, a text can be resumed only behind a page where a snapshot of the state
-was kept: at the last border of pages within each prompt, where a prompt parts from one before it, which the third
-prompt with this beginning then need not compute, and where answers are kept at the last border within an answer.
+was kept. Snapshots are kept at the last border of pages within each prompt; at the border where a prompt parts from an
+earlier one, so that the third prompt with this beginning need not compute it; and, if answers are kept, at the last
+border within an answer.
 """
 
 from __future__ import annotations
@@ -32,28 +33,31 @@ class _Node:
 
 @dataclass(eq=False)
 class HeldPages:
-    """What one sequence holds: `table` in the order of its positions, whose first `num_cached` tokens are computed."""
+    """The KV pages of one sequence: `table` has their numbers in the order of positions.
+
+    The keys and values of the first `num_cached` tokens are computed already.
+    """
 
     table: tuple[int, ...]
     num_cached: int
     path: list[_Node]
-    """The tree's node of each full page so far. Its page is another one than the table's if two sequences computed
-    the same text at a time."""
+    """The tree's node of each full page so far. The node's page is another one than the table's if two sequences
+    computed the same text at a time."""
     resumed: int | None = None
     """The snapshot with the state behind the cached tokens; None: the state begins at zero, or there is none."""
     borders: dict[int, int] = field(default_factory=dict)
     """The numbers of tokens after which the state is to be kept, each with the snapshot to keep it in until it is known
     to others."""
     last_border: int = 0
-    """The last of them all; 0: the state is not kept."""
+    """The largest border, even when it is no longer in `borders`; 0: the state is not kept."""
     answer: int | None = None
     """The snapshot for the state within the answer, written anew at each border of pages that the answer reaches."""
     answer_border: int = 0
-    """The number of tokens after which it was written last, if the answer did not end before."""
+    """The number of tokens after which `answer` is written last, unless the sequence ends before."""
 
 
 class _Snapshots:
-    """Who has which of `count` snapshots: a node, a sequence that is about to write it, or nobody.
+    """The owners of `count` snapshots: each belongs to a node, to a sequence that is about to write it, or to nobody.
 
     A snapshot may be taken while a step that reads it is on its way: steps that write it anew come after that.
     """
@@ -69,18 +73,18 @@ class _Snapshots:
         return self._kept.get(node)
 
     def take(self) -> int | None:
-        """Return one to write to: a free one, or the least recently used; None: all are about to be written."""
+        """Return a snapshot to write to: a free or the least recently used one; None: all are about to be written."""
         if not self._free and self._kept:
             self._free.append(self._kept.popitem(last=False)[1])
         return self._free.pop() if self._free else None
 
     def put(self, node: _Node, snapshot: int) -> None:
-        """Make it the snapshot of the state behind a page, unless that has one."""
+        """Make a snapshot that was taken the one of the state behind a page; free it if that page has one already."""
         if self._kept.setdefault(node, snapshot) != snapshot:
             self._free.append(snapshot)
 
     def give_back(self, snapshot: int | None) -> None:
-        """Free a snapshot that was taken and not put; None is none."""
+        """Free a snapshot that was taken and not put; None has no effect."""
         if snapshot is not None:
             self._free.append(snapshot)
 
@@ -92,9 +96,9 @@ class _Snapshots:
 class PrefixCache:
     """Gives pages to sequences and keeps what they computed.
 
-    `num_pages` must do for every sequence that runs at a time at its longest: then `acquire` always succeeds, since
-    what nobody holds is free or can be dropped. `is_on` False keeps nothing. `num_snapshots` is that of
-    `ExecutorLimits`.
+    `num_pages` must be enough for all sequences that run at a time, each at its longest: then `acquire` always
+    succeeds, since pages that nobody holds are free or can be dropped. With `is_on` False nothing is kept.
+    `num_snapshots` is that of `ExecutorLimits`.
     """
 
     def __init__(self, num_pages: int, page_size: int, is_on: bool = True, num_snapshots: int = 0):
@@ -105,8 +109,8 @@ class PrefixCache:
         self.pool = PagePool(num_pages, self._forget)
 
     def acquire(self, prompt_ids: Sequence[int], num_tokens: int) -> HeldPages:
-        """Pages for `num_tokens` tokens that begin with the prompt. Its last token is never cached: it gives the
-        logits of the first new one."""
+        """Return pages for `num_tokens` tokens that begin with the prompt. The prompt's last token is never cached: it
+        gives the logits of the first new one."""
         path = self._known(prompt_ids, (len(prompt_ids) - 1) // self._page_size)
         parted = len(path) * self._page_size
         resumed = self._resumed(path)
@@ -120,7 +124,7 @@ class PrefixCache:
         return held
 
     def _reserve(self, held: HeldPages, *borders: int) -> None:
-        """Take snapshots for the state behind so many tokens, as far as there are any; the first border counts most."""
+        """Take a snapshot for each border, a number of tokens, as long as there are any, the first border first."""
         assert self._snapshots is not None
         for border in borders:
             if border > held.num_cached and border not in held.borders:
@@ -132,7 +136,7 @@ class PrefixCache:
     def snapshot_within_answer(self, held: HeldPages, border: int) -> int | None:
         """Return the snapshot for the state behind `border` tokens of a sequence that decodes; None: there is none.
 
-        It counts if the sequence does not end before that many tokens are written.
+        It is kept if the sequence does not end before that many tokens are written.
         """
         if held.answer is None and self._snapshots:
             held.answer = self._snapshots.take()
@@ -140,11 +144,12 @@ class PrefixCache:
         return held.answer
 
     def num_known(self, token_ids: Sequence[int]) -> int:
-        """Return how many of the first tokens are in known pages; from another thread than the driving one a guess."""
+        """Return how many of the first tokens are in known pages. In a thread that does not drive the engine: a guess.
+        """
         return len(self._known(token_ids, len(token_ids) // self._page_size)) * self._page_size
 
     def _known(self, token_ids: Sequence[int], most: int) -> list[_Node]:
-        """Return the nodes of the first pages of a text, at most so many."""
+        """Return the nodes of the first pages of a text, as far as these are known, and at most `most` of them."""
         path, node = list[_Node](), self._root
         for index in range(most):
             child = node.children.get(self._tokens(token_ids, index))
@@ -165,7 +170,7 @@ class PrefixCache:
     def keep(self, held: HeldPages, token_ids: Sequence[int], num_written: int) -> None:
         """Make the full pages of the first `num_written` tokens, which are computed, known to others.
 
-        Where sequences have a state, only those up to the last held border are of use to others.
+        Where sequences have a state, only the pages up to the last border with a snapshot are of use to others.
         """
         if not self._is_on:
             return
@@ -175,7 +180,8 @@ class PrefixCache:
         if self._snapshots:
             num_written = min(num_written, held.last_border)
         path = held.path
-        # Another sequence's page of the same text was dropped, and with it all that followed it.
+        # These nodes are no longer in the tree: another sequence's page of the same text was dropped, and with it all
+        # that followed it.
         while path and self._nodes.get(path[-1].page) is not path[-1]:
             path.pop()
         while (len(path) + 1) * self._page_size <= num_written:
@@ -192,7 +198,7 @@ class PrefixCache:
             self._snapshots.put(path[border // self._page_size - 1], held.borders.pop(border))
 
     def release(self, held: HeldPages) -> None:
-        """Give the pages back; those that are known stay cached, the end of a text to be dropped before its start."""
+        """Give the pages back. Known pages stay cached, and the end of a text will be dropped before its start."""
         if self._snapshots:
             for snapshot in held.borders.values():
                 self._snapshots.give_back(snapshot)
@@ -210,7 +216,7 @@ class PrefixCache:
         return array("q", token_ids[start : start + self._page_size]).tobytes()
 
     def _forget(self, page: int) -> None:
-        """Drop a page from the tree, and those that can no longer be reached without it."""
+        """Drop a page from the tree, and all pages below it, which can no longer be reached."""
         top = self._nodes[page]
         assert top.parent is not None
         del top.parent.children[top.tokens]

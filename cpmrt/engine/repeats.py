@@ -1,4 +1,4 @@
-"""Knows of a text whether its last tokens came before, as a lookup beside a draft asks."""
+"""Tells whether the last tokens of a text came before, so that a lookup beside a draft finds what followed them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RepeatedText:
         self.is_repeated = False
         """Whether the last LONGEST_MATCH tokens came before: what followed them there is drafted next."""
         self.was_repeated = False
-        """What that was before the tokens that were added last."""
+        """The value of `is_repeated` before the tokens that were added last."""
         self.extend(token_ids)
 
     def extend(self, token_ids: Iterable[int]) -> None:

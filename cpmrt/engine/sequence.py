@@ -21,9 +21,9 @@ from cpmrt.executor import SlotResult
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """The first `max_tokens` tokens of an answer may be a thought; one that is open then is closed.
+    """The limit of a thought: one that is still open after the first `max_tokens` tokens of an answer is closed.
 
-    `closing_ids(token_ids)` gives the tokens that do it, none if an answer of these tokens is not thinking.
+    `closing_ids(token_ids)` gives the tokens that close it; none if an answer of these tokens is not thinking.
     """
 
     max_tokens: int
@@ -34,10 +34,10 @@ class ThinkingBudget:
 class Request:
     """A prompt with everything that decides its continuation. `stop_token_ids` include the model's end tokens.
 
-    `stop` are strings that end the text; whoever makes the text looks for them. `loop_repeats` is that of
-    `loops.LoopGuard`, 0 for none; a loop raises the repetition penalty to `loop_penalty` where that is more, else it
-    ends the answer. `matcher()` makes what follows an answer through the grammar that it must obey, if there is one;
-    `trigger()` makes what finds where one begins to bind an answer that is free before.
+    `stop` are strings that end the text; the caller who makes text of the tokens looks for them. `loop_repeats` is that
+    of `loops.LoopGuard`, 0 for none; a loop raises the repetition penalty to `loop_penalty` where that is more, else it
+    ends the answer. `matcher()` makes the matcher of the grammar that the answer must obey, if there is one;
+    `trigger()` makes the trigger that finds where a grammar begins to bind an answer that is free until then.
     """
 
     prompt_ids: tuple[int, ...]
@@ -56,7 +56,8 @@ class Request:
 class Phase(Enum):
     """A sequence is WAITING for a slot, then in PREFILL until its last chunk is submitted, in DECODE until FINISHED.
 
-    One that has to go on in another way is PAUSED until its steps in flight are done, then in PREFILL or WAITING again.
+    A sequence that has to go on in another way (a pause) is PAUSED until its steps in flight are done, then in PREFILL
+    or WAITING again.
     """
 
     WAITING = auto()
@@ -72,9 +73,9 @@ class Sequence:
 
     request: Request
     guide: Guide | None = None
-    """What leads the answer through its grammar; None: there is no grammar."""
+    """The guide that leads the answer through its grammar; None: no grammar binds it."""
     late_form: LateForm | None = None
-    """What finds where a grammar begins to bind the answer; None: none will, or one does already."""
+    """Finds where a grammar begins to bind the answer; None: no grammar will, or one does already."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     text: tuple[int, ...] = field(init=False)
@@ -86,35 +87,35 @@ class Sequence:
     num_computed: int = 0
     """Tokens of the text that are cached or in steps that are done."""
     pages: HeldPages | None = None
-    """KV pages that it holds while it runs; None: those of its slot."""
+    """KV pages that the sequence holds while it runs; None: its slot has its own, fixed ones."""
     num_in_flight: int = 0
     """Submitted steps that will give at least one token unless the sequence finishes first."""
     token_ids: list[int] = field(default_factory=list)
     """Generated tokens."""
     num_forced: int = 0
-    """Tokens at their end that were not sampled."""
+    """The number of tokens at the end of `token_ids` that were not sampled."""
     sampling: Sampling = field(init=False)
     guard: LoopGuard | None = field(init=False)
     thinking: ThinkingBudget | None = field(init=False)
-    """The request's, until it is spent."""
+    """The request's thinking budget until it is used up, then None."""
     finish_reason: str | None = None
-    """"stop", "length", "loop" or "cancelled"."""
+    """The reason of the end: "stop", "length", "loop" or "cancelled"; None: it has not ended."""
     failure: Exception | None = None
-    """The error of the step that ended it."""
+    """The error of the step that ended the sequence."""
     accepts: AcceptCounts | None = None
-    """What its draft steps gave; None where the executor only decodes."""
+    """The counts of its draft steps; None where the executor only decodes."""
     screened_steps: int = 0
     num_rescored: int = 0
-    """Tokens that these steps computed exactly."""
+    """Tokens whose logits the screened steps computed exactly, all steps together."""
     policy: DraftPolicy | None = None
     """Chooses the tree shape of its steps while it decodes alone; None: always the first shape."""
     repeats: RepeatedText | None = None
-    """What tells the policy whether a step looks up its draft; None: no policy asks."""
+    """Tells the policy whether a step looks up its draft; None: no policy asks."""
     outbox: deque[SlotResult] = field(default_factory=deque)
     """Results nobody has read yet."""
     added_at: float = 0.0
     started_at: float = 0.0
-    """When it got its first slot; 0: not yet."""
+    """The time when the sequence got its first slot; 0: not yet."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
 
@@ -130,7 +131,7 @@ class Sequence:
 
     @property
     def num_wanted(self) -> int:
-        """The number of tokens, generated ones and all, at which the sequence ends or pauses."""
+        """The total number of generated tokens at which the sequence ends or pauses."""
         most = self.request.max_new_tokens
         return min(most, self.thinking.max_tokens) if self.thinking else most
 
@@ -141,7 +142,7 @@ class Sequence:
 
     @property
     def num_written(self) -> int:
-        """Tokens whose keys and values are written: not those of the last one, from which the next step starts."""
+        """Tokens whose keys and values are written. The last token's are not: the next step starts from it."""
         return self.num_computed + max(self._num_sampled - 1, 0)
 
     @property
@@ -151,7 +152,7 @@ class Sequence:
 
     @property
     def _num_sampled(self) -> int:
-        """Tokens that were sampled behind the text, of which those at the end that were not may be a part already."""
+        """Tokens that were sampled behind the text; 0 where the text already includes forced tokens at the end."""
         return max(len(self.request.prompt_ids) + len(self.token_ids) - self.num_forced - len(self.text), 0)
 
     @property

@@ -1,4 +1,4 @@
-"""The slots of an executor and the KV pages that come with them: which are free, who has borrowed some."""
+"""The slots of an executor and the KV pages that come with them: which are free, and which are lent."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Slots:
         return slot, self.cache.acquire(token_ids, num_tokens) if self.cache else None
 
     def put_back(self, slot: int) -> None:
-        """Take back a slot, whose pages are released apart."""
+        """Take back a slot. Its pages are released separately."""
         self._free.append(slot)
 
     def lend(self, loan: Loan) -> None:
@@ -51,7 +51,7 @@ class Slots:
         self._loans[loan] = None
 
     def end(self, loan: Loan) -> bool:
-        """Take back what is lent, and tell whether it was."""
+        """Take back the slot and pages of a loan, and tell whether they were lent."""
         if loan not in self._loans:
             return False
         del self._loans[loan]
@@ -66,5 +66,6 @@ class Slots:
             self.cache.keep(loan.pages, token_ids, len(token_ids))
 
     def num_known(self, token_ids: tuple[int, ...]) -> int:
-        """Return for how many of the first tokens there are pages; from another thread a guess."""
+        """Return how many of the first tokens are in known pages. In a thread that does not drive the engine: a guess.
+        """
         return self.cache.num_known(token_ids) if self.cache else 0

@@ -29,15 +29,15 @@ PLAIN = -1
 _FIRST_RATE = 0.6
 """The accept rate assumed at depth 1 until there are results; deeper, the rate of the depth above is assumed."""
 _FIRST_WEIGHT = 2.0
-"""The number of results that this assumption weighs as much as."""
+"""The weight of this assumption, in results."""
 _DERIVED_WEIGHT = 4.0
-"""The number of a shape's own steps that the estimate from the rates weighs as much as."""
+"""The weight of the estimate from the rates, in steps of the shape's own."""
 _GROWTH = 1 / 0.95
 """The weight of a draft step's result, relative to that of the step before it."""
 _OLD_WEIGHT = 3.0
-"""The number of results that everything before a trial weighs as much as, at most: it is that much older."""
+"""The most that all results before a trial may weigh together, in results: they are that much older."""
 _MARGIN = 1.04
-"""How many times better than the present choice another one must be."""
+"""The factor by which another choice must be better than the present one."""
 _CURIOSITY = 1.1
 """The tokens credited to a shape that is not in use, relative to what follows from the rates."""
 _HIGHEST_TRIAL_COST, _LOWEST_TRIAL_COST = 0.015, 0.005
@@ -49,7 +49,7 @@ _LONGEST_REST = 4
 
 
 class _AcceptRates:
-    """Estimates how many tokens a step of each shape will give, whose longest paths have so many drafted tokens.
+    """Estimates how many tokens a step of each shape will give; `depths`: the drafted tokens on its longest path.
 
     It sums results times a weight that grows from step to step, which has the effect of forgetting older results.
     """
@@ -108,8 +108,8 @@ class _AcceptRates:
 class AcceptEstimate:
     """Estimates how many tokens a step of each shape will give.
 
-    Steps that verified a looked up chain are estimated apart from those that verified a tree: what the ones accept says
-    nothing about the others.
+    Steps that verified a looked up chain are estimated apart from those that verified a tree: the accept rates of the
+    one kind say nothing about the other.
     """
 
     def __init__(self, shapes: tuple[TreeShape, ...]):
@@ -197,7 +197,7 @@ class DraftPolicy:
         return self._best != PLAIN or self._num_plain >= self._gap
 
     def observe(self, shape: int, num_tokens: int, *, is_lookup: bool = False) -> None:
-        """Take the result of the oldest draft step that is not observed yet; whether a looked up chain was verified."""
+        """Take the result of the oldest draft step not observed yet. `is_lookup`: it verified a looked up chain."""
         self.observe_several(shape, [(num_tokens, is_lookup)])
 
     def observe_several(self, shape: int, given: Sequence[tuple[int, bool]]) -> None:
@@ -221,11 +221,11 @@ class DraftPolicy:
             self._rest = min(self._rest + 1, _LONGEST_REST) if self._decide() else 1
 
     def _gap_of(self, cost: float) -> int:
-        """Return after how many plain steps a failing trial costs this share of the time."""
+        """Return the number of plain steps between two trials at which failing trials cost this share of the time."""
         return max(_SHORTEST_GAP, round((self._seconds[self._candidate] / self._plain_s - 1) / cost))
 
     def _decide(self) -> bool:
-        """Set the best choice and the best shape, and return whether the choice is the one before."""
+        """Set the best choice and the best shape, and return whether the best choice has stayed the same."""
         if not self._usable:
             return True
         sober, hopeful = self._estimate.expected_tokens()

@@ -1,4 +1,4 @@
-"""What one generation cost, and what its draft steps gave."""
+"""Counts and times of one generation, and the tokens that its draft steps gave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cpmrt.executor import ExecutorLimits
 
 
 class AcceptCounts:
-    """Counts draft steps by the number of tokens they gave. The token that the prefill gives is in none of them."""
+    """Counts draft steps by the number of tokens they gave. The token that the prefill gives is not counted."""
 
     def __init__(self, limits: ExecutorLimits):
         self._shapes, self._parts = limits.tree_shapes, limits.step_parts
@@ -21,7 +21,7 @@ class AcceptCounts:
         """The arguments of the last `add`; None: another step has come since."""
 
     def add(self, shape: int, num_tokens: int, *, is_last: bool) -> None:
-        """Count one step of this shape; `is_last` where it ended its sequence."""
+        """Count one step of this shape; `is_last`: whether it ended its sequence."""
         self._last = (shape, num_tokens, is_last)
         self._change(1, *self._last)
 
@@ -94,7 +94,8 @@ class AcceptCounts:
 class GenerationStats:
     """Counts and seconds of one sequence. Prefill ends with the first token, which decode therefore excludes.
 
-    What speculation gave is None or empty where no draft step was made; its milliseconds are those measured at start.
+    The fields about speculation are None or empty where no draft step was made; their milliseconds are those that were
+    measured at start.
     """
 
     prompt_tokens: int = 0
@@ -115,7 +116,7 @@ class GenerationStats:
     screened_steps: int = 0
     """Steps behind the prompt that did not read the whole output head (`lm_head_screen`)."""
     mean_rescored: float | None = None
-    """Tokens whose logits such a step computed exactly, on average, those of sequences beside this one too."""
+    """Tokens whose logits such a step computed exactly, on average, for all sequences of the step together."""
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -66,7 +66,7 @@ def _fields(step: Step) -> dict[str, Any]:
 
 
 def _written(value: object) -> dict[str, Any]:
-    """Return a part of a step as JSON has it."""
+    """Return the JSON object of a step's masks, or of any dataclass in a step."""
     if isinstance(value, Mask):
         return {"mask": _text(value.bits)}
     if isinstance(value, TreeMasks):
@@ -85,7 +85,7 @@ def _bits(text: str | None) -> bytes | None:
 
 
 def _value(value: Any) -> Any:
-    """Return the value of a step's field."""
+    """Return the value of a step's field from its JSON value."""
     if isinstance(value, dict) and value.keys() == {"mask"}:
         return Mask(_bits(value["mask"]), is_filled=True)
     if isinstance(value, dict) and value.keys() == {"paths"}:

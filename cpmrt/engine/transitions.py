@@ -63,7 +63,7 @@ def recalls(seq: Sequence, limits: ExecutorLimits) -> Iterator[Recall]:
 
 
 def next_prefill(seq: Sequence, limits: ExecutorLimits) -> Prefill:
-    """Return the step for the next chunk of the text; one ends where the state is to be kept."""
+    """Return the step for the next chunk of the text. A chunk ends at each border where the state is to be kept."""
     text, start = seq.text, seq.num_prefilled
     end = min(start + limits.prefill_chunk, len(text))
     borders = seq.pages.borders if seq.pages else ()
@@ -88,9 +88,9 @@ def wants_decode(seq: Sequence) -> bool:
 def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, is_alone: bool, num_awaited: int) -> bool:
     """Tell whether a sequence that decodes cannot take a further step yet. `num_awaited`: all steps in flight.
 
-    Mostly the last step but one must be done. If a slot is lent, all of the sequence's own must be: the next mask is
-    known then. If the next step drafts, or the last one did, all steps must be: who waits for it tells the executor
-    what its nodes may be. But a tree may follow a tree that `is_alone`: nothing else runs, waits or is in flight.
+    Mostly its last step but one must be done. If a slot is lent, all its steps must be, since its next mask is known
+    then. If its next step drafts, or its last one did, all steps of all sequences must be: the thread that waits for a
+    tree gives it its masks. But a tree may follow one that `is_alone`: nothing else runs, waits or is in flight.
     """
     if seq.guide is None:
         return False
@@ -101,9 +101,9 @@ def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, is_alone: b
 
 
 def have_empty_mask(sequences: Iterable[Sequence]) -> bool:
-    """Tell whether a step in flight may wait for its mask, so that whoever waits for the executor waits for ever.
+    """Tell whether the mask of a step in flight may be empty, so that whoever waits for the executor waits for ever.
 
-    A loan is for such waiting, and so are the many steps that an admission may take.
+    The holder of a loan waits for it, and so may an admission, which can take many steps.
     """
     return any(seq.guide is not None and not seq.guide.is_ready for seq in sequences)
 
@@ -112,7 +112,7 @@ def may_draft(sequences: tuple[Sequence, ...], limits: ExecutorLimits, is_lendin
     """Tell whether the next step of these sequences may draft; `is_lending`: whether any slot is lent.
 
     More sequences than the executor drafts for at a time decode plainly, and so do several if one has a grammar. The
-    masks of a tree are not known when its step is submitted, and whoever has a slot lent may wait for the executor.
+    masks of a tree are not known when its step is submitted, and the holder of a lent slot may wait for the executor.
     """
     if not limits.tree_shapes or not sequences or not limits.shapes_for(len(sequences)):
         return False
@@ -134,7 +134,7 @@ def next_shape(seq: Sequence) -> int:
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int, limits: ExecutorLimits) -> Decode | Speculate:
-    """Return the next step. Masks are filled that the executor may need before the step is submitted."""
+    """Return the next step. Its masks are filled if the executor, which cannot run ahead, needs them at once."""
     slots = tuple(seq.slot for seq in sequences)
     if shape != PLAIN:
         guide, room = sequences[0].guide, sequences[0].room
@@ -154,7 +154,7 @@ def decode_step(sequences: tuple[Sequence, ...], shape: int, limits: ExecutorLim
 def _num_certain(sequences: tuple[Sequence, ...], limits: ExecutorLimits) -> list[int]:
     """Return how many certain tokens each sequence brings along in the next step.
 
-    For fewer of them than half of the sequences the step is not made larger than it is for the sequences alone.
+    If they are fewer than half as many as the sequences, they get only the rows by which the step is padded anyway.
     """
     wishes = [seq.guide.num_certain(seq.room, is_known=not seq.num_in_flight) if seq.guide else 0 for seq in sequences]
     num_rows, counts = len(sequences), list[int]()
@@ -179,7 +179,7 @@ def submitted(seq: Sequence, step: Step) -> None:
 
 
 def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
-    """Add a result to the sequence and return what it gained (nothing once it has finished); `fill_masks` comes then.
+    """Add a result to the sequence and return what it gained (nothing once it has finished). Call `fill_masks` next.
 
     The executor stops at end tokens and at the limit by itself. Tokens are cut off here too, so that an executor that
     accepts several tokens a step can never push one past the end.
@@ -220,8 +220,8 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
 
 
 def give(seq: Sequence, gained: SlotResult, now: float, num_rescored: int | None) -> None:
-    """Put what a step gave where the sequence's reader finds it; `num_rescored`: tokens that a screened head computed
-    exactly in that step, None if it computed all."""
+    """Put what a sequence gained by a step into its outbox, and count it. `num_rescored`: tokens that a screened head
+    computed exactly in that step, None if it computed all."""
     if not gained.token_ids:
         return
     if num_rescored is not None:
@@ -233,7 +233,7 @@ def give(seq: Sequence, gained: SlotResult, now: float, num_rescored: int | None
 
 
 def fill_masks(sequences: Iterable[Sequence]) -> list[Sequence]:
-    """Give the last steps in flight their masks, if the results before them are applied.
+    """Fill the masks of the sequences' last steps in flight, where all results before these are applied.
 
     Returns the sequences whose grammar has failed there; they are finished.
     """
@@ -253,9 +253,9 @@ def _has_failed(seq: Sequence) -> bool:
 
 
 def _watch(seq: Sequence, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], bool, Guide | None]:
-    """Return the tokens up to where the answer has to go on in another way, with the reason.
+    """Return the tokens up to where the answer has to go on in another way, and the reasons for that.
 
-    It loops with the last of them, or a grammar binds from there on; what leads it through that is the last value.
+    The reasons are whether it loops with the last of them, and the guide of a grammar that binds from there on.
     """
     guard, late_form = seq.guard, seq.late_form
     if guard is None and late_form is None:
@@ -290,7 +290,7 @@ def _num_wanted(seq: Sequence, new: tuple[int, ...], loop_end: int) -> int:
 
 
 def _bind(seq: Sequence, guide: Guide) -> None:
-    """Pause a sequence to go on under a grammar; finish it if that is complete behind the text that it begins with."""
+    """Pause a sequence to go on under a grammar; finish it if the text so far already completes the grammar."""
     if guide.is_complete:
         finish(seq, "stop")
     elif seq.finish_reason is None:
@@ -298,7 +298,7 @@ def _bind(seq: Sequence, guide: Guide) -> None:
 
 
 def _end_loop(seq: Sequence) -> None:
-    """Pause a sequence that loops, to go on under a higher penalty; finish it if it has that already."""
+    """Pause a sequence that loops, to go on under a higher penalty; finish it if its penalty is that high already."""
     penalty = seq.request.loop_penalty
     if seq.sampling.repetition_penalty >= penalty:
         finish(seq, "loop")
@@ -308,7 +308,7 @@ def _end_loop(seq: Sequence) -> None:
 
 
 def close_thought(seq: Sequence) -> SlotResult:
-    """Give the thought of a paused sequence the model's own end if its budget is used up, and return these tokens.
+    """Close the thought of a paused sequence whose budget is used up, and return the closing tokens that it gets.
 
     They are not sampled, and have the log-probability 0. The sequence is finished if they take its last room, or at the
     first of them that ends an answer.
@@ -330,8 +330,8 @@ def close_thought(seq: Sequence) -> SlotResult:
 def readmit(seq: Sequence, limits: ExecutorLimits) -> Admit:
     """Return the step by which the slot of a paused sequence takes it anew, with the answer so far behind its prompt.
 
-    The seed and the positions stay, and so do full pages; those of a slot itself may be gone with its release. The last
-    token is always prefilled, for what comes behind it. Presence and frequency penalties count from here on.
+    The seed and the positions stay, and so do full pages, except a slot's own, fixed ones, which its release may lose.
+    The last token is always prefilled, for the logits behind it. Presence and frequency penalties count from here on.
     """
     text = seq.all_token_ids
     kept = min(seq.num_written, len(text) - 1) // limits.page_size * limits.page_size if seq.pages else 0
@@ -347,7 +347,7 @@ def wait_again(seq: Sequence) -> None:
 
 
 def release_pages(seq: Sequence, cache: PrefixCache, *, keeps_answer: bool) -> None:
-    """Give back a sequence's pages. The cache has its prompt's full ones, and may keep its answer's.
+    """Give back a sequence's pages. The cache knows the prompt's full ones, and with `keeps_answer` the answer's too.
 
     Steps still in flight write only behind `num_written`, so never to a page that is kept.
     """

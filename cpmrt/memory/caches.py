@@ -1,4 +1,4 @@
-"""Caches as data: what a layer keeps of a sequence, and how the caches of all layers lie in pages and slots.
+"""Caches as data: the arrays that a layer keeps of a sequence, and how those of all layers lie in pages and slots.
 
 A page is 64 tokens of one sequence in every layer; a block table maps a slot's runs of tokens to pages.
 """
@@ -18,7 +18,7 @@ from cpmrt.errors import ConfigError
 
 PAGE_SIZE = 64
 SNAPSHOTS_PER_SLOT = 4
-"""How many states are kept beside that of each slot: the prompts that other prompts may begin with."""
+"""The number of state snapshots for each slot: states behind prompts that other prompts may begin with."""
 _SNAPSHOTS = ".snapshots"
 Scope = Literal["page", "slot", "chain"]
 OnAccept = Literal["move", "recompute", "restore", "encode"]
@@ -35,11 +35,11 @@ class CacheSpec:
     """One array that a layer keeps: `shape` for every page (scope page), for every slot (scope slot), or for every row
     of the drafts that are being verified (scope chain).
 
-    `dtype` None means the executor's type of activations. `on_accept` says what happens when a path of a draft tree is
-    accepted: `move` its rows (tokens are the dimension before the last) to the positions of the path, `recompute` what
-    is made of moved rows, `restore` a recurrent state, which verification leaves alone, from what it kept of the rows
-    of a chain, `encode` takes in the 8-bit codes that were kept of the path; None: a draft cannot be used with this
-    cache. `part` is its row in the table of the memory plan.
+    `dtype` None means the executor's type of activations. `on_accept` says what happens to the cache when a path of a
+    draft tree is accepted. `move`: its rows (tokens are the dimension before the last) move to the positions of the
+    path. `recompute`: it is computed again from moved rows. `restore`: a recurrent state, which verification only
+    reads, takes up the accepted rows of a chain from what was kept of them. `encode`: it gets the 8-bit codes that were
+    kept of the path. None: a draft cannot be used with this cache. `part` is its row in the memory plan's table.
     """
 
     name: str
@@ -61,8 +61,8 @@ class CacheLayout:
     """The caches of `max_sequences` sequences of at most `max_context` tokens: `layers` lists those of each layer.
 
     Layers that keep a cache of the same name share one array [layers that have it, pages or slots, *shape], called
-    `prefix` and the name. Page numbers are the same in every array. `chain_rows` are those of the largest tree of
-    drafts; without any there are no caches of scope chain.
+    `prefix` and the name. Page numbers are the same in every array. `chain_rows` is the number of draft rows that
+    caches of scope chain have room for, at least the nodes of the largest tree; 0: there are no such caches.
     """
 
     layers: tuple[tuple[CacheSpec, ...], ...]
@@ -128,12 +128,12 @@ class CacheLayout:
 
     @property
     def has_state(self) -> bool:
-        """Whether a sequence is more than its pages: a prefix is resumable only where its state was kept."""
+        """Whether a sequence has a state beside its pages: a prefix is resumable only where its state was kept."""
         return any(spec.scope == "slot" for spec in self.specs.values())
 
     @property
     def num_snapshots(self) -> int:
-        """How many states are kept of sequences that may have ended; 0 where a sequence is its pages alone."""
+        """The number of snapshots of states, which outlive their sequences; 0 where a sequence is its pages alone."""
         return SNAPSHOTS_PER_SLOT * self.max_sequences if self.has_state else 0
 
     def bytes_per_token(self, itemsize: int) -> int:
@@ -168,6 +168,6 @@ class CacheLayout:
                 )
 
     def block_tables(self) -> list[list[int]]:
-        """Return the page numbers of each slot at first: its own run of pages."""
+        """Return the block table that each slot has at first: its own run of pages."""
         count = self.pages_per_sequence
         return [list(range(slot * count, (slot + 1) * count)) for slot in range(self.max_sequences)]

@@ -1,4 +1,4 @@
-"""How much memory the host can still give."""
+"""The memory that the host can still give."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _of_machine(root: Path) -> int:
 
 
 def _left_by_limits(root: Path) -> Iterator[int]:
-    """Yield what RLIMIT_AS leaves, then what the control group (version 2) and those around it do."""
+    """Yield the bytes that RLIMIT_AS leaves, then those that the control group (version 2) and its parents leave."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     mapped = _first_number(root / "proc/self/statm")
     yield 2**63 if limit == resource.RLIM_INFINITY or mapped is None else limit - mapped * resource.getpagesize()

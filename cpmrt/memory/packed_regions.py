@@ -13,7 +13,7 @@ from cpmrt.tensor_spec import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class PackedRegion:
-    """One piece, `layers.0.qkv.<name>`; `dtype` None means the type of a stored element (scales)."""
+    """One piece, in the plan `layers.0.qkv.<name>`; `dtype` None means the type of a stored element (scales)."""
 
     name: str
     shape: tuple[int, ...]
@@ -21,12 +21,12 @@ class PackedRegion:
 
 
 PackedRegions = Callable[[TensorSpec], tuple[PackedRegion, ...]]
-"""What an executor's layout needs for a spec with a `quant`."""
+"""A function that returns the pieces which an executor's layout needs for a spec with a `quant`."""
 
 
 def canonical_regions(spec: TensorSpec) -> tuple[PackedRegion, ...]:
-    """Return the layout of the NumPy executor: codes packed along K, a byte for each zero point; or the blocks of each
-    source."""
+    """Return the pieces of the NumPy executor's layout: codes packed along K, scales, a byte for each zero point, the
+    order of the columns; or for a weight in GGUF blocks the blocks of each source."""
     quant, (num_rows, num_columns) = spec.quant, spec.shape
     assert quant is not None, spec.name
     if quant.in_blocks:

@@ -47,16 +47,16 @@ class MemoryPlan:
     kv_bytes_per_token: int
     """Bytes of keys and values that a token takes, without the scales of pages in fp8."""
     workspace_unshared_bytes: int
-    """What the workspace would take without sharing."""
+    """The bytes that the workspace would take if no two buffers shared memory."""
     caches: CacheLayout
     draft_caches: CacheLayout | None = None
     inner_caches: CacheLayout | None = None
-    """Of the draft of a small model that drafts."""
+    """The caches of the inner draft, that of a small model that drafts."""
     tensors: tuple[TensorSpec, ...] = ()
     """The weights. A quantised one has several regions, `name.codes`, `name.scales` and so on, a mapped one none."""
 
     def region(self, name: str) -> Region:
-        """The region called `name`. Raises KeyError."""
+        """Return the region called `name`. Raises KeyError."""
         for region in self.regions:
             if region.name == name:
                 return region
@@ -140,9 +140,9 @@ def make_plan(
 
 
 def largest_context(build: Callable[[int], MemoryPlan], budget: int, limit: int) -> int:
-    """The largest context, in tokens up to `limit`, whose plan fits `budget` bytes; 0 if none does.
+    """Return the largest context, in tokens up to `limit`, whose plan fits `budget` bytes; 0 if none does.
 
-    Whole pages, except for `limit` itself.
+    It is a whole number of pages, unless it is `limit` itself.
     """
     if build(limit).total_bytes <= budget:
         return limit
@@ -169,7 +169,7 @@ def check_budget(plan: MemoryPlan, budget: int, fix: Callable[[], str]) -> None:
 
 
 class _Layout:
-    """Offsets handed out one after the other, each on an ALIGNMENT boundary; `default` is the type without another."""
+    """Hands out offsets, each on an ALIGNMENT boundary. `default` is the type of arrays that are given none."""
 
     def __init__(self, default: np.dtype[Any]) -> None:
         self.regions: list[Region] = []
@@ -184,7 +184,7 @@ class _Layout:
         self.end += _aligned(nbytes)
 
     def add_shared(self, part: str, buffers: Sequence[BufferSpec]) -> int:
-        """Place buffers so that two overlap in memory only if their lifetimes do not; the bytes without sharing.
+        """Place buffers so that two overlap in memory only if their lifetimes do not; return the bytes without sharing.
 
         Greedy by size: the largest first, each at the lowest offset that is free during its whole life.
         """

@@ -76,7 +76,7 @@ def buffer_specs(config: ModelConfig, max_rows: int, logit_rows: int) -> tuple[B
 
 
 def tables(config: ModelConfig, max_context: int, limit: int) -> tuple[Table, ...]:
-    """Return what is computed once; `limit`: the context that was asked for."""
+    """Return the tables, which are computed once. Layers share one by its name; `limit`: the context asked for."""
     found: dict[str, Table] = {}
     for layer in config.layers:
         for table in MIXERS[type(layer.mixer)].tables(layer.mixer, config, max_context, limit):
@@ -86,13 +86,13 @@ def tables(config: ModelConfig, max_context: int, limit: int) -> tuple[Table, ..
 
 @dataclass(frozen=True, slots=True)
 class BoundLayer:
-    """A layer with its weights and caches, as its mixer and mlp want them."""
+    """A layer with its weights and caches, bound by its mixer and its mlp."""
 
     config: LayerConfig
     mixer: Any
     mlp: Any
     ahead: Any
-    """The first weight of the next layer; None where that is none of q, k and v."""
+    """The next layer's fused q, k and v projection, its first weight; None where there is no such layer."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class BoundLayers:
 
     @classmethod
     def bind(cls, config: ModelConfig, arrays: Arrays, caches: CacheLayout, joined: Sequence[str] = ()) -> BoundLayers:
-        """Find the weights and caches by name; all of a draft begin with `caches.prefix`."""
+        """Find the weights and caches by name; those of a draft begin with `caches.prefix`. `joined` are further
+        buffers that have a row for each row of a pass."""
         layers = []
         for number, layer in enumerate(config.layers):
             weights = Weights(arrays, f"{caches.prefix}layers.{number}.")
@@ -119,7 +120,8 @@ class BoundLayers:
 
     def of_each_kind(self) -> BoundLayers:
         """Return the first layer of each kind: layers that differ only in the contents of their arrays launch the same
-        kernels. One may reach into the next layer: each has one behind it such as in the model, and so has the last."""
+        kernels. A layer may fetch a weight of the next one, so each is followed by a layer of the kind that follows it
+        in the model, and the model's last kind comes last."""
         layers, first = self.layers, dict[Hashable, int]()
         for number, layer in enumerate(layers):
             first.setdefault(_kind(layer), number)
@@ -137,7 +139,7 @@ class BoundLayers:
         return StepBuffers(arrays, self.row_names, num_rows, self.prefix)
 
     def run(self, ops: Ops, x: Any, rows: Rows, buffers: StepBuffers, hidden: Any, taps: tuple[int, ...]) -> None:
-        """Run the rows x through every layer, in place; what enters the layers `taps` goes side by side to `hidden`."""
+        """Run the rows x through every layer, in place; the inputs of the layers `taps` go side by side to `hidden`."""
         step = Pass(ops, x, rows, buffers, self.config.rms_norm_eps, self.config.residual_scale)
         for number, layer in enumerate(self.layers):
             for place, tap in enumerate(taps):
@@ -149,8 +151,8 @@ class BoundLayers:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model on the arrays of an executor. `hidden` of a pass is what a draft reads: the inputs of the layers `taps`,
-    or without taps the final norm's output."""
+    """A model on the arrays of an executor. A pass leaves in `hidden` the states that a draft reads: the inputs of the
+    layers `taps`, or without taps the final norm's output."""
 
     config: ModelConfig
     layers: BoundLayers
@@ -161,15 +163,15 @@ class Decoder:
 
     @classmethod
     def bind(cls, config: ModelConfig, arrays: Arrays, caches: CacheLayout, taps: tuple[int, ...] = ()) -> Decoder:
-        """Find the weights and caches by name; all of a draft begin with `caches.prefix`."""
+        """Find the weights and caches by name; those of a draft begin with `caches.prefix`."""
         weights = Weights(arrays, caches.prefix)
         head, embedding = weights["lm_head"], weights["embed_tokens"]
         layers = BoundLayers.bind(config, arrays, caches)
         return cls(config, layers, embedding, weights["norm"], embedding if head is None else head, taps)
 
     def of_each_kind(self) -> Decoder:
-        """Return the model with one layer of each kind, for what has to launch every kernel once; where a draft reads
-        between the layers, with all of them."""
+        """Return the model with one layer of each kind, for a caller that has to launch every kernel once; with all
+        layers where a draft reads the inputs of some (`taps`)."""
         return self if self.taps else replace(self, layers=self.layers.of_each_kind())
 
     def forward(self, ops: Ops, arrays: Arrays, rows: Rows, hidden: Any | None = None) -> Any:
@@ -188,7 +190,7 @@ class Decoder:
 
 
 def _kind(bound: Any) -> Hashable:
-    """Return what of a bound layer, or of a part of it, decides what it launches: arrays by shape and type."""
+    """Return a key of a bound layer, or of a part of it, that is equal for equal launches: arrays as shape and type."""
     if is_dataclass(bound):
         return type(bound), tuple(_kind(getattr(bound, field.name)) for field in fields(bound))
     if isinstance(bound, tuple):

@@ -1,4 +1,4 @@
-"""A draft as executors hold it: its weights, buffers and caches beside the target's, and its passes."""
+"""Drafts as executors hold them: their weights, buffers and caches beside the target's, and their passes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ LAST_PHASE = _LATER + HEAD
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft that was opened: its config, the trees it grows, and its weights as they are to be held.
+    """A draft that was opened: its config, the shapes of its trees, and its weights as they are to be held.
 
-    `specs` are made of the draft's checkpoint, `head` of the target's: all of its head in fewer bits, or the rows
-    `token_map`. The draft's head without a weight `draft.lm_head` is the target's. `token_map` gives the target's id of
-    each row of the head; None: they are the same. `forced_accept`: tokens that a step gives on average, whatever was
-    sampled; None: those that the target agrees with. `min_confidence`: see `SpeculationConfig`. `inner` is the draft of
-    a small model that drafts, whose target that one is; its arrays are called as those of any draft, behind `draft.`.
+    `specs` are weights of the draft's checkpoint; `head` is a weight of the target's: its whole head in fewer bits, or
+    the rows `token_map` of it. Without a weight `draft.lm_head` the draft uses the target's head. `token_map` gives the
+    target's token id of each row of the draft's head; None: the ids are the same. `forced_accept`: the tokens that a
+    step gives on average, whatever was sampled; None: a step gives those that the target agrees with. `min_confidence`:
+    see `SpeculationConfig`. `inner` is the draft of a small model that drafts, and has that model as its target; its
+    arrays have the names of any draft's behind one more `draft.`.
     """
 
     config: DraftConfig
@@ -76,7 +77,7 @@ class Draft:
         return max(shape.num_nodes for shape in self.shapes)
 
     def cache_layout(self, max_context: int, max_sequences: int) -> CacheLayout | None:
-        """Return the draft's own caches, whose pages have the target's numbers; None: it has none."""
+        """Return the draft's own caches, whose pages have the same numbers as the target's; None: it has none."""
         if self.config.decoder is None:
             return None
         return decoder.cache_layout(self.config.decoder, max_context, max_sequences, prefix=PREFIX)
@@ -88,7 +89,7 @@ class Draft:
 
 
 def prefixed(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return the weights under the names and in the part of the plan that a draft's have beside the target's."""
+    """Return the weights with the prefix of a draft's names, and in the part of the plan that is for drafts."""
     return tuple(replace(spec, name=PREFIX + spec.name, part="draft") for spec in specs)
 
 
@@ -103,11 +104,12 @@ def tensor_specs(draft: DraftConfig) -> tuple[TensorSpec, ...]:
 
 def buffer_specs(draft: Draft, max_rows: int, num_sequences: int = 1) -> tuple[BufferSpec, ...]:
     """Return the workspace of the draft's passes, of at most `max_rows` rows (a prefill chunk, or 64), in which trees
-    of so many sequences grow.
+    of `num_sequences` sequences grow.
 
-    `hidden` has the target's states of a step, from the forward that leaves them to the last draft pass; in a prefill
-    they begin in its row 1, behind the state that the chunk before left (row 0), so that the draft's row i finds its
-    state in row i. Sampling comes before the draft's passes, which overwrite the target's workspace.
+    The buffer `hidden` keeps the target's states of a step from the forward that writes them to the last draft pass. In
+    a prefill they begin in its row 1, and row 0 has the state that the chunk before has left, so that the draft's row i
+    finds the state that it reads in row i. Sampling comes before the draft's passes, which overwrite the target's
+    workspace.
     """
     config = draft.config.decoder
     if config is None:
@@ -128,7 +130,7 @@ def buffer_specs(draft: Draft, max_rows: int, num_sequences: int = 1) -> tuple[B
 
 
 def tables(draft: Draft, max_context: int, limit: int) -> tuple[Table, ...]:
-    """Return what is computed once: the tables of its layers, and `draft.token_map` (int32)."""
+    """Return the tables, which are computed once: those of the draft's layers, and `draft.token_map` (int32)."""
     found = [] if draft.config.decoder is None else list(decoder.tables(draft.config.decoder, max_context, limit))
     if draft.token_map is not None:
         token_map = draft.token_map
@@ -161,8 +163,8 @@ class DraftModel:
         halves: tuple[Any, ...] = (),
         taps: tuple[int, ...] = (),
     ) -> DraftModel:
-        """Find the weights and caches by name; `halves` are those of a split fc of EAGLE-2, or empty. `taps` are the
-        layers of a small model whose inputs its own draft reads."""
+        """Find the weights and caches by name. `halves` are the two matrices of a split fc of EAGLE-2, or empty; `taps`
+        are the layers of a small model whose inputs its own draft reads."""
         if draft.is_eagle:
             return cls(Eagle.bind(draft, arrays, caches, halves), arrays)
         if draft.block is not None:
@@ -174,8 +176,8 @@ class DraftModel:
     ) -> tuple[Any, Any]:
         """Run rows through the draft; return x, its output, and the logits of `logit_rows` of them (None: of none).
 
-        `hidden` is what an EAGLE draft reads (`Eagle.forward`), or where an independent model leaves what its own draft
-        reads (`Decoder.forward`). A DSpark draft has `see` and `block` instead.
+        `hidden` has the states that an EAGLE draft reads (`Eagle.forward`); an independent model writes those that its
+        own draft reads to it (`Decoder.forward`). A DSpark draft has `see` and `block` instead.
         """
         assert not isinstance(self.model, DSpark)
         if isinstance(self.model, Eagle):
@@ -189,7 +191,7 @@ class DraftModel:
         return x, logits
 
     def see(self, ops: Ops, rows: Rows, hidden: Any | None) -> None:
-        """Run rows that nothing is drafted after, with the target's states as in `Eagle.forward`."""
+        """Run rows after which nothing is drafted; `hidden` has the target's states as in `Eagle.forward`."""
         if isinstance(self.model, DSpark):
             self.model.commit(ops, self.arrays, rows, hidden)
         else:
@@ -201,6 +203,6 @@ class DraftModel:
         return self.model.block(ops, self.arrays, rows)
 
     def markov_weights(self) -> MarkovWeights:
-        """Return what chooses the tokens of a DSpark draft's block."""
+        """Return the weights of the heads that choose the tokens of a DSpark draft's block."""
         assert isinstance(self.model, DSpark)
         return self.model.markov_weights()

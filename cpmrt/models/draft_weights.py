@@ -1,4 +1,4 @@
-"""The draft that the settings ask for: opened, compared with its target, its weights as they are to be held."""
+"""Opens the draft that the settings ask for, compares it with its target, and decides how its weights are held."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _REMAP, _OFFSETS = "token_id_remap", "d2t"
 def open_draft(
     folder: ModelFolder, engine: EngineConfig, specs: Sequence[TensorSpec]
 ) -> Iterator[tuple[tuple[Checkpoint | None, ...], Draft | None]]:
-    """The checkpoints of the draft and of its inner draft (None: without one, or random weights), and the draft; no
-    draft without speculation.
+    """Yield the checkpoints of the draft and of its inner draft, and the draft; without speculation it is None.
+
+    A checkpoint is None for a draft without files or with random weights.
 
     `specs`: the target's weights (`planning.weight_specs`). Raises CheckpointError, ConfigError,
     UnsupportedModelError.
@@ -64,7 +65,7 @@ def open_draft(
 
 
 def _within(inner: Draft) -> Draft:
-    """Return a draft with its weights under the names that an inner draft's have."""
+    """Return the draft as an inner one: its weights' names get one more prefix."""
     head = None if inner.head is None else prefixed((inner.head,))[0]
     return replace(inner, specs=prefixed(inner.specs), head=head)
 
@@ -111,7 +112,10 @@ def _draft(
 
 
 def _from_offsets(config: DraftConfig, checkpoint: Checkpoint | None, vocab_size: int) -> tuple[int, ...] | None:
-    """EAGLE-3's `d2t`: what to add to the draft's id."""
+    """Return the token map by EAGLE-3's tensor `d2t`, which has what to add to each of the draft's ids.
+
+    Without the tensor the first ids of the target; None: both have the same vocabulary.
+    """
     if checkpoint is None or _OFFSETS not in checkpoint.entries:
         return None if config.draft_vocab == vocab_size else tuple(range(config.draft_vocab))
     offsets = _integers(checkpoint, _OFFSETS)
@@ -122,7 +126,10 @@ def _from_offsets(config: DraftConfig, checkpoint: Checkpoint | None, vocab_size
 def _frequent(
     folder: Path, checkpoint: Checkpoint | None, vocab_size: int, wish: SpeculationConfig
 ) -> tuple[int, ...] | None:
-    """The tokens that the target's head is cut to, or None: what the user named, else what the draft brings along."""
+    """Return the tokens that the target's head is cut to, by the user's wish, else by a list that the draft brings.
+
+    None: the head is not cut.
+    """
     wanted = wish.draft_vocab
     if isinstance(wanted, str):
         path = Path(os.path.expanduser(wanted))
@@ -165,10 +172,10 @@ def _integers(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def _own_head(config: DraftConfig, checkpoint: Checkpoint | None, target: ModelFolder) -> TensorSpec | None:
-    """The head that a draft brings along, if it is another one than the target's.
+    """Return the head that a draft brings along, or None if it has none or one that equals the target's.
 
-    A copy is taken for granted where the target's weights are not here, so that a plan needs none of them. Raises
-    UnsupportedModelError for a draft with another embedding than the target's.
+    Where the target's weights are not here, the head is taken for a copy of the target's, so that a plan needs no
+    weights. Raises UnsupportedModelError for a draft with another embedding than the target's.
     """
     if checkpoint is None or not config.has_head or not has_weights(target.path):
         return None
@@ -186,8 +193,8 @@ def _own_head(config: DraftConfig, checkpoint: Checkpoint | None, target: ModelF
 
 
 def _copied_head(specs: Sequence[TensorSpec], bits: int | None, token_map: tuple[int, ...] | None) -> TensorSpec | None:
-    """The rows of the head among `specs` that the draft needs, in as few bits as are wished; None: all of it as it is.
-    """
+    """Return a draft's head made of the head among `specs`: its rows `token_map` (None: all), in `bits` bits (None: as
+    it is held). None: it would be the same as that head."""
     by_name = {spec.name: spec for spec in specs}
     held = by_name.get("lm_head") or by_name["embed_tokens"]
     is_same = bits is None or (held.quant is not None and held.quant.bits == bits)

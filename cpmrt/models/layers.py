@@ -1,4 +1,4 @@
-"""What a kind of mixer or mlp says of itself, and the tables of those that there are."""
+"""The functions that each kind of mixer and mlp has, and what they work with: names, tables, buffers and passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cpmrt.tensor_spec import BufferSpec, Product, Source, TensorSpec
 
 B = TypeVar("B")
 
-# Phases of a forward pass, for buffer lifetimes; those of a layer repeat.
+# Phases of a forward pass, for buffer lifetimes; QKV to DOWN are those of a layer, and repeat with each layer.
 EMBED, QKV, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD = range(7)
 
 
@@ -45,7 +45,7 @@ class Names:
 class Table:
     """A buffer that is filled once, before the first step.
 
-    `pieces` yields its values in the order of memory, a few at a time: the memory plan knows nothing of them.
+    `pieces` yields its values in the order of memory, a few at a time; the memory plan needs nothing but `spec`.
     """
 
     spec: BufferSpec
@@ -54,7 +54,8 @@ class Table:
     def parts(self, array: Any, stored: Callable[[F32], Array]) -> Iterator[tuple[Any, Array]]:
         """Yield each part of the buffer `array` (NumPy or CuPy), flat, with the flat values that belong there.
 
-        `stored` gives the executor's words for float32 values, where the buffer is of its type of activations.
+        `stored` turns float32 values into the words that the executor stores. It is applied if the buffer has the
+        executor's type of activations.
         """
         flat, start = array.reshape(-1), 0
         for piece in self.pieces():
@@ -74,13 +75,13 @@ class Weights:
 
 
 class StepBuffers:
-    """The workspace as one pass sees it: buffers with a row for each of its rows, and whole tables."""
+    """The workspace of one pass: buffers in `row_names` are cut to its number of rows, tables are whole."""
 
     def __init__(self, arrays: Mapping[str, Any], row_names: frozenset[str], num_rows: int, prefix: str = ""):
         self._arrays, self._row_names, self._num_rows, self._prefix = arrays, row_names, num_rows, prefix
 
     def of(self, kind: type[B]) -> B:
-        """Return a `kind`, a dataclass whose fields are called as the buffers are; an absent buffer is None."""
+        """Return an instance of the dataclass `kind`, whose fields are named like buffers; an absent buffer is None."""
         return kind(**{field.name: self[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
     def __getitem__(self, name: str) -> Any | None:
@@ -90,7 +91,8 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of rows through the layers: the residual stream x [T, hidden], in place, and what all layers share."""
+    """One pass of rows through the layers: the residual stream x [T, hidden], which they change in place, and the
+    operands that all layers share."""
 
     ops: Ops
     x: Any
@@ -99,24 +101,25 @@ class Pass:
     eps: float
     residual_scale: float
     ahead: Any = None
-    """The weight that is read first behind the layer, which its last op may fetch."""
+    """The weight that is read first after the layer; the layer's last op may fetch parts of it."""
 
 
 class Mixer(Protocol):
-    """A module of `models/mixers`. `bind` makes of arrays what `run` wants; the other functions are sizes alone."""
+    """A module of `models/mixers`. `bind` turns arrays into the operands of `run`; the functions before need no arrays.
+    """
 
     def tensors(self, layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[TensorSpec]:
-        """Yield the layer's weights up to its mlp."""
+        """Yield the weights of the layer's mixer, with the norm before it."""
         ...
 
     def caches(self, mixer: Any, kv_dtype: str) -> tuple[CacheSpec, ...]: ...
 
     def buffers(self, mixer: Any, max_rows: int) -> Iterator[BufferSpec]:
-        """Yield the workspace of a pass, each with a row for every row of the pass."""
+        """Yield the buffers of a pass, each with a row for every row of the pass."""
         ...
 
     def tables(self, mixer: Any, model: ModelConfig, max_context: int, limit: int) -> Iterator[Table]:
-        """Yield what is computed once for `max_context` positions; `limit`: the context that was asked for."""
+        """Yield the tables, computed once, for `max_context` positions; `limit`: the context that was asked for."""
         ...
 
     def bind(self, layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Any: ...

@@ -27,7 +27,7 @@ from cpmrt.weights.ternary import ternary_specs
 def weight_specs(
     config: ModelConfig, engine: EngineConfig, checkpoint: Checkpoint | None = None
 ) -> tuple[TensorSpec, ...]:
-    """Every weight as it is to be held: 16 bits, or quantised as the checkpoint and the settings say.
+    """Return every weight as it is to be held: in 16 bits, or quantised as the checkpoint and the settings say.
 
     16-bit matrices that are ternary are held in 2 bits. Without a checkpoint config.json alone decides. Raises
     CheckpointError, ConfigError, UnsupportedModelError.
@@ -43,7 +43,7 @@ def weight_specs(
 def open_weights(
     folder: ModelFolder, engine: EngineConfig
 ) -> Iterator[tuple[Checkpoint | None, tuple[TensorSpec, ...]]]:
-    """The checkpoint of a model, compared with its specs, and these; no checkpoint where the weights are random.
+    """Yield the checkpoint of a model (None where the weights are random) and the specs that it was compared with.
 
     Raises as `weight_specs` does.
     """
@@ -57,7 +57,7 @@ def open_weights(
 
 
 def position_limit(config: ModelConfig, engine: EngineConfig) -> int:
-    """The context that was asked for, in tokens. Raises ConfigError past the range of the rotary embedding."""
+    """Return the context that was asked for, in tokens. Raises ConfigError past the range of the rotary embedding."""
     if engine.max_context is None:
         return config.default_context
     if engine.max_context > config.max_positions:
@@ -72,13 +72,12 @@ def position_limit(config: ModelConfig, engine: EngineConfig) -> int:
 
 @dataclass(frozen=True)
 class ExecutorNeeds:
-    """What an executor keeps beside the model's own buffers.
+    """The memory that an executor needs beside the model's own buffers, and the sizes of its steps.
 
-    `tables` of a context live for ever; `workspace` is one step's, and `context_workspace` where it depends on the
-    context; a step has at most `max_rows` rows, of which
-    `logit_rows` reach the head (None: as many as the engine's settings say). Passes of a draft are over the rows of
-    `num_drafting` sequences. `packed` is the layout of quantised
-    weights.
+    `tables(max_context)` live for ever. `workspace` holds the buffers of one step, `context_workspace(max_context)`
+    those whose sizes depend on the context. A step has at most `max_rows` rows, of which `logit_rows` reach the head
+    (None: as many as the engine's settings say). At most `num_drafting` sequences draft in one step. `packed` is the
+    layout of quantised weights.
     """
 
     tables: Callable[[int], tuple[BufferSpec, ...]] = lambda max_context: ()
@@ -100,10 +99,10 @@ def plan_model(
     specs: Sequence[TensorSpec] | None = None,
     draft: Draft | None = None,
 ) -> MemoryPlan:
-    """The plan for exactly `max_context` tokens a sequence; `itemsize` = bytes of a stored element.
+    """Return the plan for exactly `max_context` tokens a sequence; `itemsize` = bytes of a stored element.
 
-    `specs`: the target's weights (None: what `weight_specs` makes of config.json alone). `draft`: what is attached;
-    its weights, tables, pages and workspace are parts of the plan.
+    `specs`: the target's weights (None: those that `weight_specs` finds by config.json alone). `draft`: the draft, if
+    there is one; its weights, tables, pages and workspace are parts of the plan.
     """
     config = config.for_context(max_context)
     if specs is None:
@@ -116,7 +115,7 @@ def plan_model(
     tables += needs.tables(max_context)
     chain_rows = draft.max_tree_size if draft else 0
     if needs.num_drafting > 1 and engine.kv_dtype == FP8:
-        chain_rows = MAX_NODES  # those of all trees of a step
+        chain_rows = MAX_NODES  # the nodes of all trees of a step
     sizes = max_context, engine.max_sequences, engine.kv_dtype
     caches, of_drafts = decoder.cache_layout(config, *sizes, chain_rows=chain_rows), dict[str, CacheLayout | None]()
     if draft is not None:
@@ -139,7 +138,7 @@ def fit_model(
     specs: Sequence[TensorSpec] | None = None,
     draft: Draft | None = None,
 ) -> MemoryPlan:
-    """The plan within `budget` bytes; `specs` and `draft` as in `plan_model`.
+    """Return a plan within `budget` bytes; `specs` and `draft` as in `plan_model`.
 
     An explicit `max_context` is kept or refused with MemoryPlanError; without one the context is the model's own, or
     the largest that fits.
@@ -168,7 +167,10 @@ def fit_model(
 def _with_fewer_sequences(
     build: Callable[[int, EngineConfig], MemoryPlan], engine: EngineConfig, budget: int, contexts: Sequence[int]
 ) -> str:
-    """Say with how many sequences the first of these contexts fits that does with any, or that none does."""
+    """Return the hint of an error message: a smaller number of sequences with which one of the contexts fits.
+
+    The contexts are tried in order; the hint is another one if none fits with any number.
+    """
     for context in contexts:
         for count in range(engine.max_sequences - 1, 0, -1):
             if build(context, replace(engine, max_sequences=count)).total_bytes <= budget:

@@ -27,7 +27,7 @@ _MOST_THREADS = 8
 
 
 def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> F32:
-    """cos and sin of the first `num_positions` positions: float32 [2, num_positions, head_dim / 2].
+    """Return cos and sin of the first `num_positions` positions: float32 [2, num_positions, head_dim / 2].
 
     `limit` is the context that was asked for: it picks LongRoPE's list (`RopeConfig.list_by`) and dynamic NTK's base,
     so that the same wish always gives the same rotation whatever memory there is.
@@ -51,7 +51,7 @@ def rope_pieces(config: ModelConfig, head_dim: int, num_positions: int, limit: i
 
 
 def _begin(pool: ThreadPoolExecutor, compute: Callable[[], F32]) -> Future[F32]:
-    """Have a thread compute, or do it here where the system starts no thread: a stack counts against a memory limit."""
+    """Have a thread compute, or compute here if the system starts no thread, whose stack counts as memory too."""
     try:
         return pool.submit(compute)
     except RuntimeError:
@@ -84,7 +84,7 @@ def _stretches(
 
 
 def inverse_frequencies(config: ModelConfig, head_dim: int, limit: int) -> tuple[F64, float]:
-    """Radians a position for each of the head_dim / 2 pairs, and the factor on cos and sin."""
+    """Return the radians a position of each of the head_dim / 2 pairs, and the factor on cos and sin."""
     rope = config.rope
     if rope.kind == "dynamic":
         return _dynamic(rope, head_dim, config.max_position_embeddings, limit), 1.0
@@ -105,14 +105,17 @@ def _plain(theta: float, head_dim: int) -> F64:
 
 
 def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int, limit: int) -> F64:
-    """NTK-aware: the base grows so that the longest wavelength spans the asked length; unchanged up to the native."""
+    """Return NTK-aware frequencies: the base grows so that the longest wavelength spans `limit` positions.
+
+    Up to `max_positions`, the model's own, it is unchanged.
+    """
     factor = rope.factor or 1.0
     stretch = factor * max(limit, max_positions) / max_positions - (factor - 1.0)
     return _plain(rope.theta * stretch ** (head_dim / (head_dim - 2)), head_dim)
 
 
 def _llama3(rope: RopeConfig, inv_freq: F64) -> F64:
-    """Long wavelengths are interpolated, short ones kept, those between blended."""
+    """Return the frequencies with long wavelengths interpolated, short ones kept, and those between blended."""
     factor, low, high = rope.factor or 1.0, rope.low_freq_factor, rope.high_freq_factor
     turns = rope.original_max_positions * inv_freq / (2 * pi)
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -120,7 +123,8 @@ def _llama3(rope: RopeConfig, inv_freq: F64) -> F64:
 
 
 def _yarn(rope: RopeConfig, inv_freq: F64, max_positions: int) -> tuple[F64, float]:
-    """Pairs that turn more than beta_fast times keep their frequency, below beta_slow they are interpolated."""
+    """Return YaRN's frequencies and factor. Pairs that turn more than beta_fast times over the original positions keep
+    their frequency; those that turn less than beta_slow times are interpolated, those between blended."""
     head_dim, original = 2 * len(inv_freq), rope.original_max_positions
     factor = rope.factor or max_positions / original
 
@@ -148,7 +152,8 @@ def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
 
 
 def _longrope(rope: RopeConfig, inv_freq: F64, max_positions: int, limit: int) -> tuple[F64, float]:
-    """A divisor for each frequency: the long list if the limit exceeds the original range, else the short one."""
+    """Return LongRoPE's frequencies and factor. A list has a divisor for each frequency: the long list if `limit`
+    exceeds the original range, else the short one."""
     original = rope.original_max_positions
     divisors = rope.long_factor if limit > original else rope.short_factor
     factor = rope.factor or max_positions / original

@@ -1,4 +1,4 @@
-"""What the ops of a layer work on, as typed groups of arrays: rows, weights, pages, choices of blocks.
+"""The operands of a layer's ops, as typed groups of arrays: rows, weights, pages, choices of blocks.
 
 The arrays are of the executor's own kind (NumPy or CuPy); shapes are in `ops/spec.py`.
 """
@@ -14,39 +14,40 @@ from cpmrt.dtypes import DType
 
 FP8_LARGEST = 448.0
 FP8_HEADROOM = 64
-"""The first token of an fp8 page may be this many times smaller than a later one. Tokens that draw attention without
-meaning it, such as the first of a sequence, have values many times smaller than others."""
+"""The factor by which a token may be larger than the first one of its fp8 page without being cut off. It is so large
+because attention sinks, such as the first token of a sequence, have values many times smaller than other tokens."""
 FP8_SCALE_EXPONENTS = (-8, 7)
 """Exponents of the smallest and the largest scale: 2^-8 represents all of fp8 up to 1.75, 2^7 all that fp16 holds."""
 
 
 WINDOW_STRIDE = 16
-"""Windows of compressed keys end at positions with whole multiples of so many tokens up to them."""
+"""Tokens between the ends of two windows of compressed keys: one ends at position p where p + 1 is a multiple of it."""
 SHORT_KEYS = 2048
-"""Up to so many keys of a row its attention may be done otherwise than of more, for the same result."""
+"""The most keys of a short row, whose attention other kernels may compute than a long one's, with the same result."""
 RowLength = Literal["short", "long"]
-"""Of a row that sees at most SHORT_KEYS keys, or more."""
+"""The length of a row: "short" if it sees at most SHORT_KEYS keys, "long" if it sees more."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """What the host knows of all rows of a decode step. What is launched depends on it, but no result does."""
+    """The host's knowledge of the rows of a decode step. It decides which kernels are launched, but changes no result.
+    """
 
     length: RowLength | None = None
-    """That of each; None: it is not known, or they differ."""
+    """The length of every row; None: it is not known, or rows differ."""
     is_inside: bool = False
-    """No window of compressed keys ends at the position of any (`WINDOW_STRIDE`): none is stored."""
+    """Whether no window of compressed keys ends at a row's position (`WINDOW_STRIDE`), so that none is stored."""
     is_dense: bool = False
-    """Each sees so few keys that it does not choose among blocks."""
+    """Whether every row sees so few keys that it does not choose among blocks."""
 
     def __str__(self) -> str:
-        """Return what is known in words, none where nothing is."""
+        """Return the known facts in words; an empty string where nothing is known."""
         words = (self.length, "inside" if self.is_inside else None, "dense" if self.is_dense else None)
         return " ".join(filter(None, words))
 
 
 ANY_ROWS = RowKind()
-"""Of rows of which nothing is known."""
+"""The kind of rows of which nothing is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class Rows:
     A row of a draft tree has its keys and values at `locations[t]` of the slot's pages (None: at its position), since
     siblings share a position. It looks at positions 0 .. tree_base[t] - 1, and then, as positions tree_base[t] and
     on, at the locations tree_base[t] + i for every set bit i of tree_masks[t] in ascending order, its own the last of
-    them: positions[t] = tree_base[t] + set bits - 1. An order of its path as if it stood alone: the row's bits are
-    those of plain decoding.
+    them: positions[t] = tree_base[t] + set bits - 1. So it sees its path in the order in which plain decoding would,
+    and its results have the same bits.
     """
 
     token_ids: Any
@@ -74,11 +75,12 @@ class Rows:
     tree_base: Any = None
     """int32 [T]"""
     reach: Any = None
-    """int32 [T], the last position that each row of a block looks at, which may lie behind its own; None: its own."""
+    """int32 [T], the last position that each row of a DSpark block looks at, which may lie behind its own; None: its
+    own."""
     kind: RowKind = field(default=ANY_ROWS, kw_only=True)
 
     def of_attention(self) -> Rows:
-        """Return the rows as attention takes them, which knows no other position than the last one that it reads."""
+        """Return the rows for attention, which takes the last position that a row looks at (`reach`) for its own."""
         return self if self.reach is None else replace(self, positions=self.reach)
 
 
@@ -107,8 +109,8 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockWeight:
-    """A matrix [N, K] in blocks of GGUF, as the NumPy executor holds it: `parts` follow one another, each a type of
-    `weights.formats.blocks` by name, and its rows, uint8 [rows, bytes of a row]."""
+    """A matrix [N, K] in blocks of GGUF, as the NumPy executor holds it: `parts` of its rows, one after another. A part
+    is the name of a block type of `weights.formats.blocks`, and the rows, uint8 [rows, bytes of a row]."""
 
     parts: tuple[tuple[str, Any], ...]
     shape: tuple[int, int]
@@ -152,8 +154,9 @@ class QkvWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """What latent attention has between its products: the RMSNorms of the queries' latent [A] and of the keys' and
-    values' [C], and the matrices that make a head's key (the first N rows) and value of that: `up` [H, N + U, C]."""
+    """The weights of latent attention between its projections: the RMSNorms of the queries' latent [A] and of the
+    latent [C] of keys and values, and `up` [H, N + U, C], the matrices that make each head's key (the first N rows) and
+    value of the latter."""
 
     q_norm: Any
     kv_norm: Any
@@ -166,13 +169,14 @@ class Fp8Pages:
 
     An element is an e4m3 code (OCP 8-bit floating point, the variant without infinities) times the scale of its page
     and KV head, a power of two. The page's first token alone decides the scale, before any other is stored: how tokens
-    are grouped into steps changes no bit, and nothing is ever rewritten. Its largest magnitude lies at most at
-    448 / FP8_HEADROOM; what a later token has beyond 448 becomes 448. e4m3 is a floating-point type, so the headroom
-    costs no precision: three bits of mantissa are kept down to 1 / (2^6 * 448 / FP8_HEADROOM) of that magnitude.
+    are grouped into steps changes no bit, and nothing is ever rewritten. By this scale the first token's largest
+    magnitude is at most 448 / FP8_HEADROOM; an element of a later token beyond 448 becomes 448. e4m3 is a
+    floating-point type, so the headroom costs no precision: three bits of mantissa are kept down to
+    1 / (2^6 * 448 / FP8_HEADROOM) of that magnitude.
 
-    Nodes of a draft tree have no place in pages, whose scales are of other tokens: until they are accepted, `nodes`
-    uint8 [N, K, D] has their codes, and `node_scales` float32 [N, K] the scales, each of the page that the node's path
-    would give its position. Both are None where nothing drafts.
+    Nodes of a draft tree cannot go to pages, whose scales other tokens have decided. Until they are accepted, `nodes`
+    uint8 [N, K, D] has their codes and `node_scales` float32 [N, K] their scales: a node's is the one that the page of
+    its position would have if its path were stored. Both are None where nothing drafts.
     """
 
     codes: Any
@@ -192,7 +196,7 @@ class CompressedKeys:
 
     k1 [P, K, 4, D]: row r of a sequence's page b is the mean of the keys of positions 64 b + 16 r - 16 ..
     64 b + 16 r + 15. k2 [P, K, D]: the mean of 64 b - 64 .. 64 b + 63. Rows whose window would begin before the text
-    (row 0 of the first page in both) or has not ended yet hold anything.
+    (row 0 of the first page in both) or has not ended yet are undefined.
 
     With `use_nope` the windows are over keys before RoPE, which `nope` [P, K, S, D] holds; else it is None.
     """
@@ -220,8 +224,9 @@ class KVPages:
 
 @dataclass(frozen=True, slots=True)
 class LightningHeads:
-    """What lightning attention makes its heads with: the RMSNorms [D] of each query and key head, the rotary table
-    (each None where there is none), and `decay` float32 [H, LIGHTNING_BLOCK + 1], exp(-slope i) in column i."""
+    """The operands by which lightning attention makes its heads: the RMSNorms [D] of each query and key head, the
+    rotary table (each None where there is none), and `decay` float32 [H, LIGHTNING_BLOCK + 1], exp(-slope i) in column
+    i."""
 
     q_norm: Any | None
     k_norm: Any | None
@@ -231,7 +236,7 @@ class LightningHeads:
 
 @dataclass(frozen=True, slots=True)
 class LightningState:
-    """What one layer of lightning attention keeps: `states` float32 [B, H, D, D] of each slot, keys by values, and
+    """The caches of one layer of lightning attention: `states` float32 [B, H, D, D] of each slot, keys by values, and
     `chain` [rows, 2HD], keys and values of the rows of a chain of drafts that is not accepted yet (None: no drafts).
     """
 
@@ -243,8 +248,8 @@ class LightningState:
 class Selection:
     """The blocks that each row attends to: int32 [T, K, W], W = `config.num_selected`, in ascending order.
 
-    Only rows with `config.leaves_out(position + 1)` have a list; what is in the others means nothing, they look at
-    every block up to their own.
+    Only rows with `config.leaves_out(position + 1)` have a list. The entries of other rows are undefined: such a row
+    looks at every block up to its own.
     """
 
     blocks: Any
@@ -253,8 +258,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of each row: `experts` int32 [T, A], in ascending order, and `shares` float32 [T, A], what the output
-    of each is multiplied by. A row of padding has the experts -1."""
+    """The experts of each row: `experts` int32 [T, A], in ascending order, and `shares` float32 [T, A], the factors of
+    their outputs. A row of padding has the experts -1."""
 
     experts: Any
     shares: Any
@@ -262,10 +267,11 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """What an op's kernel leaves for a later op besides its output; the forward passes it on.
+    """A message from an op's kernel to a later op, besides its output; the forward passes it on.
 
-    `prepared`: the output rows once more, as the next product reads them (the executor's own kind of value).
-    `prefers_shared`: the kernel asked for all of a multiprocessor's shared memory, so that one beside it should too.
+    `prepared` is a value of the executor's own kind, such as the output rows once more in the order in which the next
+    product reads them. `prefers_shared`: the kernel asked for all of a multiprocessor's shared memory, so a kernel that
+    runs beside it should do so too.
     """
 
     prepared: Any = None

@@ -5,13 +5,13 @@ then scalars. Arithmetic is float32; a value is rounded to the storage type wher
 normalised row enters a matrix product, nowhere else. The `weight` of a product is a matrix or a quantised weight of the
 executor's own kind, whose elements count as the exact float32 products that they stand for. In a prefill they may be
 rounded to the storage type, and so may a product before it is added to the residual stream. Keys and values may be
-stored in 8 bits (`Fp8Pages`), rounded once from float32; everybody reads what is stored.
+stored in 8 bits (`Fp8Pages`), rounded once from float32; every op reads the stored values.
 
 The bits of a row never depend on the other rows of its step or on their number. Prefill steps and other steps may sum
-in different orders; `rows.is_prefill`, or `is_prefill` where an op knows no more of its rows, says which it is.
+in different orders: `rows.is_prefill` tells them apart, or `is_prefill` for an op that does not get the `Rows`.
 
-A row of slot -1 is padding: its keys and values are stored nowhere, its position may be anything, and nobody uses what
-an op makes of it.
+A row of slot -1 is padding: its keys and values are stored nowhere, its position may be anything, and nobody uses its
+outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cpmrt.ops.operands import (
 
 
 class Ops(Protocol):
-    """What a forward pass may call."""
+    """The ops that a forward pass may call."""
 
     def embed(self, out: Any, token_ids: Any, table: Any, scale: float) -> None:
         """out = table[token_ids] * scale."""
@@ -48,18 +48,18 @@ class Ops(Protocol):
 
         With `kv.compressed` also the compressed key of every window that ends at a row's position, a mean in float32 of
         the stored keys, rounded. Rows of a tree add none: their path is not decided. The windows that end within an
-        accepted path are compressed when its keys move to their positions. With its `nope` q and k before RoPE are
-        stored too, q to `q_nope`, and those keys are compressed.
+        accepted path are compressed when its keys move to their positions. With `kv.compressed.nope` q and k before
+        RoPE are stored too, q to `q_nope`, and it is those keys that are compressed.
 
-        `is_attended`: `decode_attention` of these rows, over all their keys, follows with what this leaves, and may do
-        this op's work too; then q is undefined."""
+        `is_attended`: `decode_attention` of these rows over all their keys follows, and gets the handoff of this op. It
+        may then do the work of both, which leaves q undefined."""
         ...
 
     def project(
         self, out: Any, x: Any, norm: Any | None, weight: Any, eps: float, *, is_prefill: bool = False
     ) -> None:
-        """out = norm(x) weight^T (`norm` None: x as it is), rounded; of x [T, X] as many columns as weight has, which
-        in a chunk are all."""
+        """out = norm(x) weight^T (`norm` None: x as it is), rounded. Of x [T, X] it takes the first columns, as many as
+        `weight` has; in a prefill chunk these are all."""
 
     def lightning_decode(
         self, out: Any, qkv: Any, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
@@ -82,13 +82,14 @@ class Ops(Protocol):
         was cut, since it is cut between blocks. `qkv` is overwritten."""
 
     def gate_rows(self, out: Any, norm: Any | None, gate: Any | None, eps: float) -> None:
-        """out = norm(out) * sigmoid(gate), in place, rounded once; without a norm, or without a gate."""
+        """out = norm(out) * sigmoid(gate), in place, rounded once; `norm` or `gate` None: without that part."""
 
     def select_blocks(self, blocks: Any, q: Any, kv: KVPages, rows: Rows, scale: float, config: SparseConfig) -> None:
-        """The `Selection.blocks` of every row that leaves blocks out, by the scores that `config.sparse` defines, in
-        float32. A row's list depends on its position, its query and the compressed keys up to it, nothing else.
+        """Fill `blocks` with the `Selection.blocks` of every row that leaves blocks out, by the scores that
+        `config.sparse` defines, in float32. A row's list depends on its position, its query and the compressed keys up
+        to it, nothing else.
 
-        q are the queries before RoPE with `use_nope`, as `kv.scored_keys` are the keys. A row of a tree uses the
+        With `use_nope` q are the queries before RoPE, as `kv.scored_keys` are the keys. A row of a tree uses the
         windows that a plain row of its position would: those that end at tree_base or later are means of the keys of
         its path."""
 
@@ -103,11 +104,11 @@ class Ops(Protocol):
         selection: Selection | None = None,
         after: Handoff = NOTHING,
     ) -> None:
-        """softmax(scale * q k) v for each row over positions 0 .. its own, of its own slot, or with a `window` over so
-        many last ones, its own among them. Where `rows` have tree masks, keys of a tree are found as `Rows` says.
+        """softmax(scale * q k) v for each row over positions 0 .. its own, of its own slot, or with a `window` over the
+        last `window` of them, its own included. Where `rows` have tree masks, keys of a tree are found as `Rows` says.
 
-        With a `selection`, which excludes a window, over the positions of each KV head's blocks, in ascending order; a
-        row that leaves nothing out has the bits of one without a selection. `after`: what `qkv` has left."""
+        With a `selection`, which excludes a window, it goes over the positions of each KV head's blocks, in ascending
+        order; a row that leaves nothing out has the bits of one without a selection. `after`: the handoff of `qkv`."""
 
     def prefill_attention(
         self,
@@ -125,7 +126,7 @@ class Ops(Protocol):
     def append_latent(
         self, q_latent: Any, pages: Any, latents: Any, weights: LatentWeights, rope: Any, rows: Rows, eps: float
     ) -> None:
-        """q_latent takes the RMSNorm of the first A columns of latents [T, A + C + R]; the RMSNorm of the next C and
+        """q_latent = RMSNorm of the first A columns of latents [T, A + C + R]. The RMSNorm of the next C columns, and
         the last R, rotated (split halves) by the row's position, go to the pages of its slot, at its location."""
 
     def decode_latent_attention(
@@ -133,11 +134,11 @@ class Ops(Protocol):
         scale: float, eps: float, upcoming: Any | None = None, q_up: Any | None = None,
     ) -> None:  # fmt: skip
         """softmax(scale * q k) v for each row over positions 0 .. its own, of its own slot; keys of a tree are found as
-        `Rows` says. Of a head's query [N | R] the last R elements are rotated by the row's position. A token's key is
-        [up_k c | r] and its value up_v c, of what the pages hold of it, c [C] and r [R]. First the rows' own `latents`
-        go to the pages, as by `append_latent`; None: they are there. With `q_up` [H (N + R), A] queries are its product
-        with the RMSNorm of the first A columns of these latents, and q is room for them. `upcoming`: a weight that a
-        product soon reads, which may be brought closer meanwhile."""
+        `Rows` says. Of a head's query [N | R] the last R elements are rotated by the row's position. The pages hold
+        c [C] and r [R] of a token: its key is [up_k c | r], its value up_v c. First the rows' own `latents` go to the
+        pages, as by `append_latent`; None: they are there already. With `q_up` [H (N + R), A] the queries are its
+        product with the RMSNorm of the first A columns of these latents, and q is scratch memory for them. `upcoming`:
+        a weight that a later product reads soon, parts of which may be fetched meanwhile."""
 
     def prefill_latent_attention(
         self, out: Any, q: Any, pages: Any, weights: LatentWeights, rope: Any, rows: Rows, scale: float
@@ -149,8 +150,8 @@ class Ops(Protocol):
         self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float, after: Handoff = NOTHING,
         *, ahead: Any = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
-        """x += scale * (inner weight^T + bias), in place (o_proj, down_proj, a draft's fc). `after`: what the op that
-        made `inner` has left. `ahead`: the weight of the product behind this one, parts of which may be fetched."""
+        """x += scale * (inner weight^T + bias), in place (o_proj, down_proj, a draft's fc). `after`: the handoff of the
+        op that made `inner`. `ahead`: the weight of the product behind this one, parts of which may be fetched."""
 
     def gate_up(
         self, out: Any, x: Any, norm: Any, weight: Any, eps: float, *, fatrelu: float | None = None,
@@ -161,17 +162,18 @@ class Ops(Protocol):
         ...
 
     def route(self, routing: Routing, x: Any, norm: Any, router: Any, eps: float, rows: Rows) -> Handoff:
-        """RMSNorm and the router's scores of each row; the A experts of the highest scores, of equal ones those of the
-        lower index; their shares, the softmax over these A scores in float32."""
+        """RMSNorm and the router's scores of each row, of which `routing` gets the A experts of the highest scores
+        (among equals the lower index), and as their shares the softmax over these A scores in float32."""
         ...
 
     def experts_gate_up(
         self, out: Any, x: Any, norm: Any, weight: Any, eps: float, routing: Routing, after: Handoff = NOTHING,
         *, down: Any = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
-        """`gate_up` with each of the row's experts: out [T, A F] has the columns of the first, then of the next. Those
-        of padding are left undefined. `after`: what `route` has left. `down`: the weight of the `experts_down` behind
-        this, parts of which may be fetched ahead, or which may do all the work and leave `out` undefined."""
+        """`gate_up` with each of the row's experts: out [T, A F] has the columns of the first expert, then those of the
+        next. Rows of padding are left undefined. `after`: the handoff of `route`. `down`: the weight of the
+        `experts_down` that follows. Parts of it may be fetched ahead, or that op may do the work of both, which leaves
+        `out` undefined."""
         ...
 
     def experts_down(
@@ -179,7 +181,7 @@ class Ops(Protocol):
         *, ahead: Any = None, is_prefill: bool = False,
     ) -> None:  # fmt: skip
         """x += scale * the sum of share * (inner weight^T) over the row's experts, added in their order, in place.
-        Padding stays as it is. `after`: what `experts_gate_up` has left. `ahead`: a weight that is read next, parts of
+        Padding stays as it is. `after`: the handoff of `experts_gate_up`. `ahead`: a weight that is read next, parts of
         which may be fetched."""
 
     def lm_head(self, logits: Any, x: Any, norm: Any | None, weight: Any, eps: float, divisor: float) -> None:

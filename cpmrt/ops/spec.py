@@ -2,10 +2,10 @@
 
 Shape letters: T rows of the step, R rows that need logits, C hidden, F intermediate, H query heads, K KV heads,
 D head dim, V vocabulary, P pages, S tokens of a page (64), M positions of the rotary table, B slots,
-N pages of a slot's block table, W blocks that a row chooses (sparse attention), A and E widths of other rows, or with
-experts those of a row and those that there are. "HD" is H times D, "AE" A plus E, "AF" A times F. Of latent attention
-A and C are the elements of the latents, R those that are rotated, N and U those of a head's key without them and of its
-value.
+N pages of a slot's block table, W blocks that a row chooses (sparse attention), A and E widths of other rows. "HD" is H
+times D, "AE" A plus E, "AF" A times F. In a mixture of experts A are the experts of a row, E all experts. In latent
+attention A and C are the elements of the two latents, R the rotated elements of a key, N the other elements of a head's
+key, and U the elements of a head's value.
 
 A tolerance is the largest allowed ‖out - oracle‖ / ‖oracle‖ for one op with operands of that storage type. It allows
 another order of summation and, below float32, results on either side of a rounding tie.

@@ -1,4 +1,4 @@
-"""A folder of prefix files, of which those are dropped first that were not used for the longest time."""
+"""A folder of prefix files of limited size, in which the least recently used files are dropped first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 MAX_BYTES = 16 << 30
 MAX_NOTES = 4096
 ABANDONED_S = 3600
-"""After so long without a write nobody makes a temporary file any more: its process was killed."""
+"""Seconds without a write after which a temporary file counts as abandoned: the process that wrote it was killed."""
 _SUFFIX, _MET = ".prefix", ".met"
 
 
@@ -25,7 +25,7 @@ class PrefixFolder:
         self.name = str(folder)
 
     def path_of(self, fingerprint: str, token_ids: tuple[int, ...]) -> Path:
-        """Return where the prefix of these tokens is, or is to be written; the folder is made. Raises OSError."""
+        """Return the path of the file of these tokens, which need not exist; the folder is made. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         tokens = hashlib.sha256(np.array(token_ids, "<i8").tobytes()).hexdigest()
         return self._folder / f"{fingerprint[:16]}-{tokens[:32]}{_SUFFIX}"
@@ -39,9 +39,10 @@ class PrefixFolder:
         return True
 
     def was_met(self, path: Path) -> bool:
-        """Return whether this was asked before about a file that is not there, in whatever process. Raises OSError.
+        """Return whether this was called before for the same missing file, by any process. Raises OSError.
 
-        An empty file beside it says so; of more than MAX_NOTES the older half is forgotten.
+        The first call leaves an empty file, a note, beside its place. Of more than MAX_NOTES notes the older half is
+        removed.
         """
         try:
             path.with_suffix(_MET).touch(exist_ok=False)
@@ -54,9 +55,9 @@ class PrefixFolder:
         return False
 
     def trim(self, keep: Path) -> None:
-        """Remove files that were not used for the longest time until the rest fits; `keep` stays. Raises OSError.
+        """Remove the least recently used files until the rest fits; `keep` stays. Raises OSError.
 
-        What killed processes have left behind goes too: files that a PrefixWriter had begun.
+        Temporary files that a PrefixWriter of a killed process has left behind are removed too.
         """
         for path in self._folder.glob(f".*{_SUFFIX}.*"):
             if _last_used(path) < (time.time() - ABANDONED_S) * 1e9:

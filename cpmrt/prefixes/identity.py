@@ -19,16 +19,15 @@ from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.model_folder import ModelFolder
 
 REVISION = 1
-"""Raised when pages of the same shapes come to hold other numbers."""
+"""The version of the pages' contents, raised when pages of the same shapes come to hold other numbers."""
 _MAX_HEADER_BYTES = 1 << 20
 
 
 def fingerprint(folder: ModelFolder, settings: EngineConfig, plan: MemoryPlan) -> str:
     """Return 64 hexadecimal digits: two equal ones mean that pages of one model may be read by the other.
 
-    They cover config, weights, rotary embedding, types and shapes of the pages, and the draft.
-    Of files of weights the size, the time of change and the header count, not their bytes, which would take seconds.
-    Raises CheckpointError.
+    They cover config, weights, rotary embedding, types and shapes of the pages, and the draft. Of a weight file they
+    cover size, time of change and header, but not all bytes, which would take seconds. Raises CheckpointError.
     """
     digest = hashlib.sha256()
     for part in _parts(folder, settings, plan):
@@ -56,7 +55,7 @@ def _parts(folder: ModelFolder, settings: EngineConfig, plan: MemoryPlan) -> Ite
 
 
 def _files(folder: Path) -> Iterator[bytes]:
-    """Yield what tells the weights of a folder, or of a GGUF file, from others."""
+    """Yield the name, size, time of change and beginning of each weight file of a folder, or of a GGUF file."""
     for path in split_paths(folder) if is_gguf(folder) else sorted(folder.glob("*.safetensors")):
         with open_file(path) as file, reading(path):
             status = os.fstat(file.fileno())

@@ -39,7 +39,7 @@ def runs_of(num_pages: int) -> list[range]:
 
 
 class PrefixWriter:
-    """Writes a prefix file run by run; at the end of the `with` block it is there, after an error nothing is.
+    """Writes a prefix file run by run. It appears at the end of the `with` block; after an error there is no new file.
 
     Raises OSError, and PrefixError where something else than a prefix file would be replaced.
     """
@@ -167,7 +167,7 @@ def _layout(num_pages: int, shapes: Shapes) -> Layout:
 
 
 def _tensors(num_tokens: int, layout: Layout) -> Layout:
-    """Return all tensors, in the order of the file."""
+    """Return the type and shape of all tensors, in the order of the file."""
     return {"token_ids": ("I32", (num_tokens,)), **layout, "checksums": ("U32", (1 + len(layout),))}
 
 

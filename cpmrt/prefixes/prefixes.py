@@ -49,9 +49,9 @@ class Prefixes:
         name = settings.prefix_dir
         self._folder = None if name is None else PrefixFolder(Path(os.path.expanduser(name)))
         self._stored = set[tuple[int, ...]]()
-        """System parts of which the folder has had a file in this process."""
+        """System parts whose files in the folder this process has loaded or written."""
         self._lock = RLock()
-        """One thread fetches at a time. A signal handler may ask for another system part while its thread does."""
+        """Held by the one thread that fetches; a signal handler in that thread may ask for another system part."""
 
     @property
     def has_folder(self) -> bool:
@@ -105,9 +105,9 @@ class Prefixes:
     def prepare(self, token_ids: Sequence[int], messages: Sequence[Message], tokens_of: TokensOf) -> None:
         """Make the pages of a chat's system part known, where that is long; see `system_part` for the arguments.
 
-        They are read from the folder, or written to it when the same system part is met for the second time. What fails
-        only warns: the prompt is computed as it would be without a folder. A listener that the engine's step has called
-        leaves the folder alone, as nothing it waits for could come. Raises ClosedError.
+        They are read from the folder, or written to it when the same system part is met for the second time. A failure
+        only warns: the prompt is computed as it would be without a folder. Called in a listener, inside a step of the
+        engine, this does nothing: the job that it would wait for could not run. Raises ClosedError.
         """
         if self._folder is None or len(token_ids) < MIN_TOKENS or self._shared.is_driven_here:
             return
@@ -153,7 +153,7 @@ class Prefixes:
             finally:
                 file.close()
         except (PrefixError, CheckpointError) as error:
-            damage = PrefixError(error.what, expected=error.expected, actual=error.actual)  # nobody has to mend it
+            damage = PrefixError(error.what, expected=error.expected, actual=error.actual)  # no fix: it is made again
             warnings.warn(f"a file of the prefix folder is made again: {damage}", stacklevel=5)
             path.unlink(missing_ok=True)
             return False

@@ -11,7 +11,7 @@ from cpmrt.prefixes.prefix_file import PrefixFile, PrefixWriter, runs_of
 from cpmrt.sharing.jobs import Reading
 
 Run = Callable[[Reading], None]
-"""Runs a job to its end and raises what ends it."""
+"""A function that runs a job to its end, and raises the error that ends it, if one does."""
 
 
 def save(
@@ -54,7 +54,7 @@ def load(engine: Engine, run: Run, file: PrefixFile) -> None:
 def _prefilled(
     engine: Engine, slot: int, block_table: tuple[int, ...], token_ids: tuple[int, ...], num_known: int
 ) -> Generator[None, None, None]:
-    """Compute the tokens behind the first `num_known`, which are in the pages already."""
+    """Prefill the tokens behind the first `num_known`, which are in the pages already; yield after each chunk."""
     executor, chunk = engine.executor, engine.limits.prefill_chunk
     executor.submit(Admit(slot, Sampling(), 0, 1, (), block_table))
     try:

@@ -32,11 +32,11 @@ from cpmrt.weights.quantised import load_quantised
 from cpmrt.weights.safetensors import FLOATS
 
 _RESERVED_BYTES = 256 << 20
-"""Free memory that is left for what NumPy holds while it computes."""
+"""Free memory that is left for the arrays that NumPy makes while it computes."""
 
 
 class ReferenceTarget:
-    """What the NumPy executor adds to a blueprint: float32 arrays, and what its drafter knows of each slot."""
+    """The NumPy executor's part of a blueprint: float32 arrays, weights as it holds them, its drafter's tables."""
 
     itemsize = DType.FLOAT32.itemsize
 
@@ -54,8 +54,8 @@ class ReferenceTarget:
     def held(
         self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
     ) -> tuple[TensorSpec, ...]:
-        """Return the weights as they are, since NumPy takes every format; beside quantised ones a 16-bit embedding and
-        head stay in their file, where they take half of what they would as float32."""
+        """Return the weights as they are, since NumPy takes every format. If others are quantised, a 16-bit embedding
+        and head stay in their mapped file, where they take half the bytes that they would as float32."""
         if checkpoint is None or dtype is None or not any(spec.quant is not None for spec in specs):
             return specs
         return tuple(replace(spec, mapped_as=dtype) if _can_map(spec, checkpoint, dtype) else spec for spec in specs)
@@ -70,7 +70,7 @@ class ReferenceTarget:
 
 
 def _can_map(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType) -> bool:
-    """Whether a weight is an embedding or a head that lies in its file as it is used."""
+    """Tell whether a weight is an embedding or a head whose file holds it in the very form in which it is used."""
     source = spec.sources[0]
     is_plain = spec.quant is None and len(spec.sources) == 1 and source.packing is None and source.rows is None
     if not is_plain or not (spec.name == "embed_tokens" or spec.product == "head"):
@@ -100,7 +100,7 @@ def _budget(settings: EngineConfig) -> int:
 
 
 def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
-    """Plan within the host's free memory and load.
+    """Plan within the memory budget, else the host's free memory; return the executor, loaded, and its plan.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError.
     """

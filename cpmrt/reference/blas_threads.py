@@ -1,4 +1,4 @@
-"""How many threads BLAS may use for a step.
+"""The number of threads that BLAS may use for a step.
 
 The threads of a small product spend more time waiting for each other than computing, and on a machine that has other
 work to do they wait very long (measured on two busy cores: 2.5 against 35 tokens a second when decoding, 6 to 20
@@ -15,14 +15,14 @@ _SMALL_MATRIX = 1 << 22
 
 
 class BlasThreads:
-    """Gives the context in which a step should run."""
+    """Makes the context in which a step should run, with one BLAS thread for a small model."""
 
     def __init__(self, largest_matrix: int):
         """`largest_matrix`: elements of the model's largest weight."""
         self._controller = ThreadpoolController() if largest_matrix < _SMALL_MATRIX else None
 
     def for_step(self) -> AbstractContextManager[object]:
-        """One thread for a step of a small model, else as many as BLAS likes."""
+        """Return a context with one thread for a step of a small model, else with as many as BLAS chooses."""
         if self._controller is None:
             return nullcontext()
         limiter: AbstractContextManager[object] = self._controller.limit(limits=1, user_api="blas")

@@ -1,4 +1,4 @@
-"""The operations of steps with a draft in NumPy: beside the target's steps, and of a speculative step."""
+"""The operations of a draft in NumPy: those beside the target's other steps, and those of a speculative step."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class Tip(Protocol):
 
 
 class DraftStep:
-    """The operations beside the target's steps (`speculation.procedure.DraftOps`).
+    """The operations of a draft beside the target's steps (`speculation.procedure.DraftOps`).
 
-    `position`: of the last token of the first of the slots, or where a chunk of its prompt begins.
+    `position` is that of the first slot's last token, or the first position of a chunk of its prompt.
     """
 
     def __init__(self, drafter: Drafter, slots: tuple[int, ...], position: int):
         self._drafter, self._slots, self._slot, self._position = drafter, slots, slots[0], position
         self._hidden: F32 | None = None
         self._lead = 0 if drafter.draft.config.reads_states else 1
-        """Of a token over the draft's row for it: an independent model has its row at the token's own position."""
+        """The position of the draft's row for a token, counted from the position before the token: 0 for a draft that
+        reads the target's state there, 1 for an independent model, whose row is at the token's own position."""
 
     def waiting(self, num_rows: int) -> None:
         drafter, newest = self._drafter, slice(num_rows - 1, num_rows)
@@ -91,22 +92,23 @@ class DraftStep:
         self._hidden = None if carry is None else carry[self._slot, :num_rows]
 
     def _set_rows(self, first: int, count: int, *, is_prefill: bool = False) -> None:
-        """The draft's rows for the tokens at `first` and on."""
+        """Set up the draft's rows for the `count` tokens at `first` and on."""
         tokens = self._drafter.history[self._slot, first : first + count].astype(np.int64)
         positions, slots = first - 1 + self._lead + np.arange(count), np.full(count, self._slot)
         self._rows = Rows(tokens, positions, slots, self._drafter.block_tables, is_prefill)
 
 
 class TreeStep(DraftStep):
-    """The operations of a speculative step too (`speculation.procedure.BlockOps` and `ChainOps`)."""
+    """The operations of `DraftStep`, and those of a speculative step (`BlockOps` and `ChainOps` of
+    `speculation.procedure`)."""
 
     def __init__(self, drafter: Drafter, slot: int, running: Tip, shape: TreeShape, masks: TreeMasks | None = None):
         super().__init__(drafter, (slot,), running.position)
         self.results: list[SlotResult] = []
-        """What each node of the accepted path gives."""
+        """The result of each node of the accepted path."""
         self._running, self._growth, self._masks = running, TreeGrowth(shape), masks
         self._bits: Mapping[int, bytes | None] = {}
-        """What each node may sample that the masks leave."""
+        """The mask bits of each node that the masks do not cut, by its number."""
 
     def begin(self, num_rows: int) -> None:
         if num_rows:
@@ -161,14 +163,14 @@ class TreeStep(DraftStep):
     def inner_steps(self, shape: TreeShape) -> None:
         chains = self._drafter.chains
         assert chains is not None
-        # The inner draft's passes are where the logits are.
+        # The inner draft's passes use the memory in which the logits are.
         logits = self._logits[0].copy()
         self._show_inner()
         tokens = chains.chain(self._slot, self._position, logits, shape.tree_depth)
         self.nodes = chain_nodes(self._running.last_token, tokens, shape.tree_size)
 
     def root_alone(self) -> None:
-        """Draft nothing."""
+        """Set up a tree that is the root alone: nothing is drafted."""
         self.nodes = chain_nodes(self._running.last_token, (), 1)
 
     def lookup(self, shape: TreeShape) -> None:

@@ -1,4 +1,4 @@
-"""The definition of draft trees: how they grow, what of them is verified, which path is accepted. Plain NumPy.
+"""The definition of draft trees: how they grow, which nodes are verified, which path is accepted. Plain NumPy.
 
 Candidates as EAGLE-2 has them (arXiv 2406.16858): the first pass gives `top_k` tokens after the root; every further
 pass looks at the `top_k` best of the newest and gives `top_k` tokens after each. The `tree_size - 1` best of all, by
@@ -35,7 +35,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The rows of a draft pass, [top_k] each: what they hold, and the rows of the pass before that they follow.
+    """The rows of a draft pass, [top_k] each: their tokens, and the rows of the pass before that they follow.
 
     Bit (d - 1) * top_k + i of a row's mask (uint64) stands for row i of pass d, an ancestor or the row itself.
     """
@@ -46,16 +46,16 @@ class Frontier:
 
 
 def top_k(logits: F32, k: int) -> tuple[Array, F32]:
-    """The `k` best tokens of a row [V], largest logit first, the lower id first among equals: ids and log-probs [k]."""
+    """Return ids and log-probabilities [k] of the best tokens of a row [V], largest logit first, then lowest id."""
     ids = np.argsort(-logits, kind="stable")[:k]
     return ids.astype(np.int32), log_softmax(logits)[ids]
 
 
 class TreeGrowth:
-    """The candidates of one step: `grow` for each pass, whose rows are those of `frontier`, then `nodes`."""
+    """The candidates of one step. Call `grow` for each pass, whose rows are those of `frontier`, then `nodes`."""
 
     frontier: Frontier
-    """The rows of the next pass; there from the first `grow` on."""
+    """The rows of the next pass; it exists from the first `grow` on."""
 
     def __init__(self, shape: TreeShape):
         self._shape = shape
@@ -66,8 +66,8 @@ class TreeGrowth:
         self._num_passes = 0
 
     def grow(self, ids: Array, logprobs: F32) -> None:
-        """Take what a pass gives after each of its rows, best first: [1, top_k] after the root, which is the row of the
-        first pass, then [top_k, top_k] after each row of `frontier`.
+        """Take the candidates that a pass gives after each of its rows, best first: [1, top_k] after the root, which is
+        the row of the first pass, then [top_k, top_k] after the rows of `frontier`.
 
         A row that had no room for its keys has log-probabilities of -inf.
         """
@@ -77,7 +77,7 @@ class TreeGrowth:
         self._add(np.repeat(self._newest, self._shape.top_k), ids.reshape(-1), scores.reshape(-1))
 
     def nodes(self, root_token: int) -> Nodes:
-        """The root and the best candidates, best first."""
+        """Return the root and the best candidates, best first."""
         best = _best(self._scores, self._shape.tree_size - 1)
         node_of = {-1: 0} | {int(candidate): node for node, candidate in enumerate(best, 1)}
         parents = [-1, *(node_of[int(self._parents[candidate])] for candidate in best)]
@@ -101,13 +101,13 @@ class TreeGrowth:
 
 
 def chain_nodes(root_token: int, tokens: Sequence[int], size: int) -> Nodes:
-    """`tokens`, at most `size` - 1 of them, one after another behind the root."""
+    """Return `size` nodes: a chain of `tokens`, at most `size` - 1 of them, behind the root; the rest are not there."""
     chain, missing = [root_token, *tokens], size - 1 - len(tokens)
     return _tree([*chain, *[0] * missing], [*range(-1, len(tokens)), *[-1] * missing])
 
 
 def without_others(nodes: Nodes, left: Container[int]) -> Nodes:
-    """Cut all nodes but these, of which the root is one and so is the parent of each other."""
+    """Return the nodes, with those cut that are not in `left`, which has the root and with each node its parent."""
     cut = [node for node in range(len(nodes.tokens)) if node not in left]
     tokens, parents, depths, masks = (of.copy() for of in (nodes.tokens, nodes.parents, nodes.depths, nodes.masks))
     tokens[cut], parents[cut], depths[cut], masks[cut] = 0, -1, 0, 0
@@ -115,7 +115,7 @@ def without_others(nodes: Nodes, left: Container[int]) -> Nodes:
 
 
 def accept(nodes: Nodes, sampled: Sequence[int] | Array) -> list[int]:
-    """The path of nodes, from the root on, on which each token equals the one sampled at its parent.
+    """Return the path of nodes, from the root on, on which each token equals the one sampled at its parent.
 
     `sampled` [S]: the target's token after each node. The step yields `sampled[node]` for every node of the path.
     """
@@ -127,10 +127,11 @@ def accept(nodes: Nodes, sampled: Sequence[int] | Array) -> list[int]:
 
 
 def lookup(history: Sequence[int] | Array, num_drafted: int, shortest_match: int = 1) -> list[int]:
-    """Prompt lookup: what followed the most recent earlier occurrence of the last three tokens, else two, else one.
+    """Return the tokens after the most recent earlier occurrence of the last three tokens, else two, else one.
 
-    `history`: all tokens, the root last. Where what followed reaches the end of the history, it goes on with the draft
-    itself. Without an occurrence of at least `shortest_match` tokens there is nothing.
+    This is prompt lookup. `history`: all tokens, the root last. Where the tokens after the occurrence reach the end of
+    the history, the draft goes on with its own first tokens. It is empty if the last `shortest_match` tokens never
+    occurred before.
     """
     tokens = np.asarray(history, np.int64)
     last = len(tokens) - 1

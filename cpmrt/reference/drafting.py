@@ -1,8 +1,8 @@
-"""Drafting in NumPy: what a draft knows of each slot, and its passes. `draft_steps` has the operations of a step.
+"""Drafting in NumPy: a draft's text and states of each slot, and its passes. `draft_steps` has a step's operations.
 
 A draft model is behind the target by the tokens that wait in `carry`: with EAGLE, the draft's row at position q joins
-the embedding of token q + 1 and the target's hidden state of token q. What the draft itself writes past the last
-token is overwritten by the next step.
+the embedding of token q + 1 and the target's hidden state of token q. Keys and values that the draft itself writes past
+the last token are overwritten by the next step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _UNKNOWN = -1
 
 def drafting_tables(draft: Draft, max_context: int, max_sequences: int) -> tuple[BufferSpec, ...]:
     """Return the buffers that live as long as the executor: `history`, int32, the token at each position of a slot, and
-    `carry`, the target's hidden states of the tokens that wait; `draft.carry` are a small model's, for its own draft.
+    `carry`, the target's hidden states of the tokens that wait; `draft.carry` has a small model's, for its own draft.
     """
     tables = [BufferSpec("history", (max_sequences, pages_for(max_context) * PAGE_SIZE), EMBED, HEAD, np.int32)]
     for name, one in (("carry", draft), (f"{PREFIX}carry", draft.inner)):
@@ -58,10 +58,10 @@ def drafting_tables(draft: Draft, max_context: int, max_sequences: int) -> tuple
 
 @dataclass(frozen=True)
 class Target:
-    """The target's part in a speculative step: what the executor does for it.
+    """The target's part in a speculative step, as functions of the executor.
 
     `run` gives the logits of every row, `sample(slot, logits, bits)` the token after the sequence's last one, among
-    those of `bits`, and `keep(slot, base, path)` leaves in the pages what they hold of these nodes of the tree.
+    those of `bits`, and `keep(slot, base, path)` moves the keys and values of the path's nodes to positions `base` on.
     """
 
     run: Callable[[Rows], F32]
@@ -72,7 +72,7 @@ class Target:
 def bound_model(
     draft: Draft, arrays: Mapping[str, Any], caches: CacheLayout | None, taps: tuple[int, ...] = ()
 ) -> DraftModel | None:
-    """Bind the passes of a draft to its arrays; None: it has none. `taps` as in `DraftModel.bind`."""
+    """Bind the passes of a draft to its arrays; None: it has no layers. `taps` as in `DraftModel.bind`."""
     if caches is None:
         return None
     whole, halves = arrays.get(f"{PREFIX}fc_halves"), list[Matrix]()
@@ -106,9 +106,9 @@ class Drafter:
         self.draft = draft
         self.waiting = Waiting()
         self.chains: ChainDrafter | None = None
-        """Of a small model with a draft of its own."""
+        """Drafts the chains of a small model with a draft of its own; None for any other draft."""
         self.num_passes = 0
-        """How many passes of the draft have given logits so far."""
+        """The number of passes of the draft that have given logits so far."""
         self._num_recalled = [0] * len(block_tables)
 
     def admit(self, slot: int) -> None:
@@ -126,12 +126,12 @@ class Drafter:
         self.history[slot, start : self._num_recalled[slot]] = token_ids
 
     def sampled(self, slot: int, position: int, token: int) -> None:
-        """Take in that `token` stands at `position`."""
+        """Note that `token` stands at `position`."""
         if position < self.history.shape[1]:
             self.history[slot, position] = token
 
     def prefilled(self, slot: int, token_ids: Sequence[int], start: int) -> None:
-        """Take in a chunk of the prompt; the target's hidden states of it are rows 1 and on of `hidden`."""
+        """Take in a chunk of the prompt; its hidden states of the target are in rows 1 and on of `hidden`."""
         count = len(token_ids)
         self.history[slot, start : start + count] = token_ids
         if self.model is not None:
@@ -139,22 +139,22 @@ class Drafter:
             self.waiting.prefilled(slot)
 
     def decoding(self, positions: Mapping[int, int], counts: Mapping[int, int]) -> None:
-        """Make room for the tokens of a plain decode step: of each slot so many, the first of which is the last one so
-        far and stands at `positions`."""
+        """Make room among the waiting tokens for those of a plain decode step: `counts` of each slot, of which the
+        first is the slot's last token so far and stands at `positions`."""
         if self.model is not None:
             waited = {slot: self.waiting.of(slot) for slot in counts}
             for slot in self.waiting.before_decode(counts):
                 catch_up(DraftStep(self, (slot,), positions[slot]), waited[slot])
 
     def decoded(self, slots: Sequence[int]) -> None:
-        """Take in what a plain decode step has left in `hidden`; `slots`: of each row."""
+        """Take in the states that a plain decode step has left in `hidden`; `slots` has the slot of each row."""
         if self.model is not None:
             DraftStep(self, tuple(slots), 0).carry(len(slots))
 
     def speculate(
         self, slot: int, running: Tip, shape: TreeShape, masks: TreeMasks | None = None
     ) -> list[SlotResult]:
-        """Carry out a speculative step; return what each node of the accepted path gives."""
+        """Carry out a speculative step; return the result of each node of the accepted path."""
         step = TreeStep(self, slot, running, shape, masks)
         self._propose(step, slot, shape)
         verify(step, shape)
@@ -191,7 +191,7 @@ class Drafter:
         return 0 if self.model is None else self.waiting.of(slot)
 
     def see(self, rows: Rows, hidden: F32 | None) -> None:
-        """Run rows of the draft that nothing is drafted after."""
+        """Run rows of the draft after which nothing is drafted."""
         assert self.model is not None
         hidden = self.chains.states(len(rows.token_ids)) if self.chains else hidden
         with self._threads.for_step():
@@ -208,14 +208,14 @@ class Drafter:
         return found
 
     def run_block(self, rows: Rows) -> tuple[F32, F32]:
-        """Run the pass of a draft of blocks; return the outputs and the logits of its rows."""
+        """Run the one pass of a DSpark draft over a block; return the outputs and the logits of its rows."""
         assert self.model is not None
         with self._threads.for_step():
             states, logits = self.model.block(self._ops, rows)
         return states, logits
 
     def chosen(self, states: F32, logits: F32, root_token: int, length: int) -> list[int]:
-        """Return the tokens of a block, at most `length` of them."""
+        """Return the tokens that the Markov head chooses for a block, at most `length` of them (`choose_block`)."""
         assert self.model is not None
         markov = self.model.markov_weights()
         least, token_map = self.draft.min_confidence, self.token_map
@@ -225,8 +225,8 @@ class Drafter:
         self, slot: int, base: int, tokens: Array, positions: Array, locations: Array, masks: Array,
         there: Array | bool = True,
     ) -> Rows:
-        """Return rows behind the `base` positions that are decided; one that does not fit, or is not `there`, is
-        padding (slot -1)."""
+        """Return the rows of tree nodes behind the `base` decided positions. A row that does not fit the slot's pages
+        or the context, or is not `there`, is padding (slot -1)."""
         fits = there & (locations < self.capacities[slot]) & (positions < self.max_context)
         return Rows(
             tokens.astype(np.int64), np.where(fits, positions, 0), np.where(fits, slot, -1), self.block_tables, False,
@@ -235,7 +235,7 @@ class Drafter:
 
 
 def move_path(moved: Iterable[F32], block_table: Array, base: int, path: Sequence[int]) -> None:
-    """Move what the caches `moved` [layers, P, ..., 64, D] hold of the path's nodes to the positions of the path."""
+    """Move the rows of the path's nodes in the caches `moved` [layers, P, ..., 64, D] to positions `base` and on."""
     for cache in moved:
         for position, node in enumerate(path):
             if position != node:
@@ -246,8 +246,8 @@ def move_path(moved: Iterable[F32], block_table: Array, base: int, path: Sequenc
 def keep_path(
     moved: Iterable[F32], pages: Iterable[KVPages], block_table: Array, base: int, path: Sequence[int], dtype: DType
 ) -> None:
-    """Move the path as `move_path` does. In `pages`, one a layer, what is in 8 bits takes the path in, and windows of
-    sparse attention that end within it are compressed then."""
+    """Move the path as `move_path` does. In the `pages` of each layer, fp8 pages get the path's codes, and the windows
+    of sparse attention that end within the path are compressed."""
     move_path(moved, block_table, base, path)
     for kv in pages:
         for part in (kv.k, kv.v):

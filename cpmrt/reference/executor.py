@@ -48,7 +48,7 @@ from cpmrt.reference.running import Running
 from cpmrt.reference.sampling import is_usable, masked
 
 _MAX_DRAFTING = 8
-"""Sequences that one step drafts for at most."""
+"""The most sequences that one step drafts for."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ LoadWeights = Callable[[Mapping[str, Matrix]], None]
 
 
 class ReferenceExecutor:
-    """Runs steps in NumPy. All but `mapped` weights lives in one arena of float32 values that `dtype` could hold.
+    """Runs steps in NumPy. Everything but `mapped` weights is in one arena, as float32 values that `dtype` can hold.
 
     `load(weights)` must fill the arrays it is given, by packed name (`models.planning.weight_specs`): float32, or those
     of a quantised weight (`reference.quantized`). `ops` may be replaced by other bodies, to watch a forward.
@@ -148,13 +148,13 @@ class ReferenceExecutor:
 
     @property
     def num_draft_passes(self) -> int:
-        """How many passes of the draft have given logits so far, without those of an inner draft."""
+        """The number of passes of the draft that have given logits so far, without those of an inner draft."""
         return 0 if self._drafter is None else self._drafter.num_passes
 
     def submit(self, step: Step) -> Pending:
         """Carry out the step; the result is ready. Raises NoDeviceError after `close`."""
         self._check_open()
-        with np.errstate(all="ignore"):  # what is not finite in the end is reported in the result
+        with np.errstate(all="ignore"):  # logits that are not finite are reported in the result
             return self._carry_out(step)
 
     def _carry_out(self, step: Step) -> Pending:
@@ -182,7 +182,7 @@ class ReferenceExecutor:
         return Done(StepResult())
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
-        """Logits of every position, float32 [chunk, V] at a time."""
+        """Yield the logits of every position, float32 [chunk, V] at a time."""
         for rows in self._prompt_rows(slot, token_ids, block_table):
             logits = np.empty((len(rows.token_ids), self.config.vocab_size), np.float32)
             with np.errstate(all="ignore"):
@@ -190,7 +190,7 @@ class ReferenceExecutor:
             yield logits
 
     def prompt_states(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
-        """The final norm's output at every position, float32 [chunk, H] at a time."""
+        """Yield the final norm's output at every position, float32 [chunk, H] at a time."""
         for rows in self._prompt_rows(slot, token_ids, block_table):
             states = np.empty((len(rows.token_ids), self.config.hidden_size), np.float32)
             with np.errstate(all="ignore"):
@@ -209,12 +209,12 @@ class ReferenceExecutor:
             yield self._rows(tokens, range(start, start + len(tokens)), [slot], True)
 
     def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
-        """Return a copy of what pages hold, by cache: [layers, pages, ...]."""
+        """Return a copy of the pages' contents, by cache: [layers, pages, ...]."""
         self._check_open()
         return {name: array[:, list(pages)] for name, array in self.plan.paged(self._arrays).items()}
 
     def write_pages(self, pages: Sequence[int], contents: Mapping[str, Array]) -> None:
-        """Fill pages with what `read_pages` gave."""
+        """Fill pages with contents that `read_pages` returned."""
         self._check_open()
         for name, array in self.plan.paged(self._arrays).items():
             array[:, list(pages)] = contents[name]
@@ -250,7 +250,7 @@ class ReferenceExecutor:
         logits = self._arrays["logits"][:1]
         rows = self._rows(token_ids, range(start, position), [slot], True)
         self._forward(rows, slice(-1, None) if samples else None, logits)
-        # Before the draft's passes, whose memory is that of the logits.
+        # The token is sampled before the draft's passes, which use the memory in which the logits are.
         result = self._sample(slot, logits[0], mask.bits if mask else None) if samples else SlotResult()
         if self._drafter:
             self._drafter.prefilled(slot, token_ids, start)
@@ -277,9 +277,9 @@ class ReferenceExecutor:
         return StepResult(tuple(results.get(slot, SlotResult()) for slot in step.slots))
 
     def _decode_rows(self, certain: Mapping[int, tuple[int, ...]]) -> Rows:
-        """Return the rows of a decode step: of each slot its last token, then those that come for certain.
+        """Return the rows of a decode step: of each slot its last token, then the certain tokens that the step brings.
 
-        The slots are at the token to be sampled from then on.
+        Each slot's position moves on to that of the token to be sampled.
         """
         tokens, positions, slots = list[int](), list[int](), list[int]()
         for slot, behind in certain.items():
@@ -334,12 +334,15 @@ class ReferenceExecutor:
         return SlotResult((token,), running.logprobs(logits, token))
 
     def _rows(self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int], is_prefill: bool) -> Rows:
-        """`slots`: of each row, or the one of all."""
+        """Return the rows of a step; `slots` has the slot of each row, or one slot for all."""
         every_slot = np.broadcast_to(np.array(slots), len(token_ids))
         return Rows(np.array(token_ids, np.int64), np.array(positions), every_slot, self.block_tables, is_prefill)
 
     def _forward(self, rows: Rows, logit_rows: slice | Array | None, logits: F32) -> F32:
-        """Return what the target's layers give. What a draft reads of it goes to rows 1 and on of `hidden`."""
+        """Return the output of the target's layers, and fill `logits` with those of `logit_rows` (None: of none).
+
+        The states that a draft reads go to rows 1 and on of the array `hidden`.
+        """
         count, hidden = len(rows.token_ids), self._arrays.get("hidden")
         with self._threads.for_step():
             states = None if hidden is None else hidden[1 : count + 1]

@@ -1,4 +1,4 @@
-"""The mixture of experts in NumPy: which experts a row takes, and the rows of each expert with its part of a weight."""
+"""The mixture of experts in NumPy: the choice of each row's experts, and the rows and matrices of each expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cpmrt.reference.tiles import softmax
 def choose(scores: F32, count: int) -> tuple[Array, F32]:
     """Return for scores [T, E] the `count` highest experts in ascending order, and the softmax over their scores.
 
-    Of equal scores the lower index wins; not a number counts as lowest.
+    Of equal scores the lower index wins; NaN counts as the lowest score.
     """
     chosen = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :count], axis=1)
     taken = np.take_along_axis(scores, chosen, axis=1)
@@ -31,10 +31,10 @@ def parts(rows: F32, routing: Routing) -> F32:
 def of_each(
     routing: Routing, weight: Matrix, width: int, halves: int = 1
 ) -> Iterator[tuple[Array, Array, tuple[Matrix, ...]]]:
-    """Yield for each expert that is chosen its rows, its places among theirs, and its matrices [width, K].
+    """Yield for each expert that is chosen its rows, its place among the experts of each row, and its matrices.
 
-    `weight` has as many `halves`, each of the matrices of all experts. Experts come in ascending order, so that what a
-    row gets of each is in the order of its places.
+    `weight` is `halves` stacks of all experts' matrices [width, K], and an expert has one of each. Experts come in
+    ascending order, so that a row's outputs are added in the order of its places.
     """
     num_experts = weight.shape[0] // width // halves
     for expert in range(num_experts):

@@ -1,4 +1,4 @@
-"""e4m3 in NumPy, and what is stored of keys and values in it (`ops.Fp8Pages`)."""
+"""e4m3 in NumPy, and keys and values that are stored in it (`ops.Fp8Pages`)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NAN = 0x7F
 
 
 def e4m3_codes(values: F32) -> NDArray[np.uint8]:
-    """The nearest codes, ties to even. Beyond 448 it is 448, infinity too; NaN stays NaN.
+    """Return the nearest codes, ties to even. Values beyond 448, infinity too, become 448; NaN stays NaN.
 
     OCP 8-bit Floating Point Specification: sign, four bits of exponent with bias 7, three of mantissa.
     """
     magnitudes = np.minimum(np.abs(values), np.float32(FP8_LARGEST))
-    # Up to 2^-6 numbers are 2^-9 apart, then three bits of mantissa follow the first.
+    # Up to 2^-6 codes are 2^-9 apart (subnormal); from there on three bits of mantissa follow the leading one.
     exponents = np.where(magnitudes < 2.0**-6, -6, np.frexp(magnitudes)[1] - 1)
     with np.errstate(invalid="ignore"):
         codes = (exponents + 6) * 8 + np.rint(np.ldexp(magnitudes, 3 - exponents)).astype(np.int32)
@@ -31,7 +31,7 @@ def e4m3_codes(values: F32) -> NDArray[np.uint8]:
 
 
 def e4m3_values(codes: Array) -> F32:
-    """The numbers that codes stand for."""
+    """Return the numbers that codes stand for."""
     values: F32 = _VALUES[codes]
     return values
 
@@ -46,8 +46,8 @@ _VALUES: F32 = np.array([_value(code) for code in range(256)], np.float32)
 
 
 def page_scales(largest: F32) -> F32:
-    """The scales of pages whose first token's largest magnitudes are these: the least power of two that leaves the
-    headroom, within FP8_SCALE_EXPONENTS."""
+    """Return the scales of pages by the largest magnitudes of their first tokens: the least power of two that leaves
+    the headroom, within FP8_SCALE_EXPONENTS."""
     bound_fraction, bound_exponent = np.frexp(FP8_LARGEST / FP8_HEADROOM)
     fractions, exponents = np.frexp(largest)
     powers = exponents - bound_exponent + (fractions > bound_fraction)
@@ -58,9 +58,9 @@ def page_scales(largest: F32) -> F32:
 
 
 def store(pages: F32 | Fp8Pages, page_ids: Array, offsets: Array, heads: F32) -> None:
-    """Token t's heads [T, K, D] to place `offsets[t]` of page `page_ids[t]`.
+    """Store heads [T, K, D], those of token t at place `offsets[t]` of page `page_ids[t]`.
 
-    In 8 bits first tokens come first: a page's other tokens take its scale.
+    In 8 bits the first tokens of pages decide the scales before any token is stored.
     """
     if not isinstance(pages, Fp8Pages):
         pages[page_ids, :, offsets] = heads
@@ -71,10 +71,10 @@ def store(pages: F32 | Fp8Pages, page_ids: Array, offsets: Array, heads: F32) ->
 
 
 def store_nodes(pages: Fp8Pages, rows: Rows, heads: F32) -> None:
-    """Keep heads [T, K, D] of the rows of a draft tree as the pages of each row's own path would have them.
+    """Keep heads [T, K, D] of the rows of a draft tree with the scales that pages of each row's own path would have.
 
-    The page of a position that begins before the tree has its scale already. Else its first token is an ancestor of the
-    row, or the row itself, and no other branch's: row i is node i, and an ancestor goes before it.
+    A page that begins before the tree has its scale already. Else the scale is decided by the page's first token, which
+    is an ancestor of the row or the row itself, never one of another branch: row i is node i, and ancestors go before.
     """
     assert rows.tree_masks is not None
     for node in map(int, np.flatnonzero(rows.slots >= 0)):
@@ -100,7 +100,7 @@ def accept_nodes(pages: Fp8Pages, block_table: Array, base: int, path: Sequence[
 
 
 def values_of_nodes(pages: Fp8Pages, path: Sequence[int]) -> F32:
-    """Return what nodes stand for as float32: [number of nodes, K, D]."""
+    """Return the keys or values of the nodes of `path` as float32: [number of nodes, K, D]."""
     scales: F32 = pages.node_scales[path]
     return e4m3_values(pages.nodes[path]) * scales[..., None]
 
@@ -111,7 +111,7 @@ def path_of(mask: int) -> list[int]:
 
 
 def values_of(pages: F32 | Fp8Pages, page_ids: Array) -> F32:
-    """Whole pages as float32: [number of ids, K, 64, D]."""
+    """Return whole pages as float32: [number of ids, K, 64, D]."""
     if not isinstance(pages, Fp8Pages):
         chosen: F32 = pages[page_ids]
         return chosen

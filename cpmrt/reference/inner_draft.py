@@ -1,8 +1,8 @@
 """A small model that drafts and has a draft of its own, in NumPy: its chains come of its own speculative steps.
 
 To its draft the small model is a target: the inner drafter has the small model's arrays under the names that a target's
-have. What the small model samples is always its most likely token, so that a chain is the one that it would have
-drafted token by token; only the passes over its weights are fewer.
+have. The small model always samples its most likely token, so that a chain is the one that it would have drafted token
+by token; only the passes over its weights are fewer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cpmrt.speculation.procedure import after_chunk
 
 @dataclass
 class Chain:
-    """What a small model has drafted: a sequence of its own, whose last token stands at `position`."""
+    """The `wanted` tokens that a small model drafts, as a sequence (`Tip`) whose last token stands at `position`."""
 
     wanted: int
     position: int
@@ -42,8 +42,8 @@ class ChainDrafter:
     """Drafts chains for all slots with the model of the drafter `small` and that model's own draft.
 
     `caches` and `inner_caches` are those of the two; without the latter the inner draft is prompt lookup.
-    Between two chains the inner draft has seen what the small model has of the text. What both keep of a chain is
-    overwritten when they see the text that came of it.
+    Between two chains the inner draft has seen the same tokens of the text as the small model. The keys and values that
+    both have of a chain are overwritten when they see the text that the target has made of it.
     """
 
     def __init__(self, small: Drafter, caches: CacheLayout, inner_caches: CacheLayout | None):
@@ -56,25 +56,25 @@ class ChainDrafter:
         self.inner = small.beside(inner, model, Target(self._logits, self._choose, self._keep), arrays)
         self._chains: dict[int, Chain] = {}
         self._num_seen: dict[int, int] = {}
-        """The tokens of each slot's text that the small model has seen, and the inner draft with it."""
+        """The number of tokens of each slot's text that the small model has seen, and the inner draft with it."""
 
     def admit(self, slot: int) -> None:
-        """Nothing of the slot's new sequence is there yet."""
+        """Note that the slot has a new sequence, of which nothing is seen yet."""
         self.inner.admit(slot)
         self._num_seen[slot] = 0
 
     def states(self, num_rows: int) -> F32 | None:
-        """Return where a pass of the small model leaves what the inner draft reads; None: it reads nothing."""
+        """Return the array to which a pass of the small model writes the states that the inner draft reads, if any."""
         hidden: F32 | None = self.inner.buffers.get("hidden")
         return None if hidden is None else hidden[1 : num_rows + 1]
 
     def see(self, rows: Rows) -> None:
-        """Show the inner draft tokens of the text, which the small model has just run."""
+        """Run the inner draft over tokens of the text that the small model has just run."""
         if self.inner.model is None:
             return
         slot, first, count = int(rows.slots[0]), int(rows.positions[0]), len(rows.token_ids)
         if first != self._num_seen[slot]:
-            self.inner.waiting.admitted(slot)  # what it has a state for is run once more
+            self.inner.waiting.admitted(slot)  # tokens that were seen are run again
         after_chunk(DraftStep(self.inner, (slot,), first), count)
         self.inner.waiting.prefilled(slot)
         self._num_seen[slot] = first + count
@@ -82,7 +82,7 @@ class ChainDrafter:
     def chain(self, slot: int, position: int, logits: F32, length: int) -> list[int]:
         """Return the `length` tokens that the small model gives behind `position`, or as many as there is room for.
 
-        `logits` [V] are its own for the first of them. The inner draft has seen the text up to there.
+        `logits` [V] are the small model's for the first of them. The inner draft has seen the text up to `position`.
         """
         inner, (shape,) = self.inner, self.inner.draft.shapes
         state = None if inner.carry is None else inner.carry[slot, 0].copy()

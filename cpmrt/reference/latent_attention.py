@@ -13,7 +13,8 @@ from cpmrt.reference.tiles import KEY_TILE, PREFILL_TILE, attend, key_tiles, pro
 def attend_row(query: F32, rotated: F32, pages: F32, up: F32, rows: Rows, row: int, scale: float) -> F32:
     """Return the attention of one row [H, U]: `query` [H, N] before its rotated part [H, R].
 
-    A head's query is taken to the space of the latents, and its result from there: the row reads each latent once.
+    A head's query is projected to the space of the latents, and its result back from there (the absorbed form), so that
+    the row reads each latent once.
     """
     rank, nope_dim = up.shape[2], query.shape[1]
     keys, values = up[:, :nope_dim], up[:, nope_dim:]

@@ -103,11 +103,11 @@ class NumpyOps:
         self.dtype = dtype
 
     def _normalised(self, x: F32, norm: F32 | None, eps: float) -> F32:
-        """The rows as they enter a product."""
+        """Return the rows as they enter a product: with a `norm` normalised and rounded, else as they are."""
         return x if norm is None else round_to(rms_norm(x, norm, eps), self.dtype)
 
     def _stored(self, pages: F32 | Fp8Pages, heads: F32) -> F32:
-        """Keys or values as they go to `pages`, which round to 8 bits by themselves."""
+        """Return keys or values rounded to the storage type; as they are for 8-bit pages, which round by themselves."""
         return heads if isinstance(pages, Fp8Pages) else round_to(heads, self.dtype)
 
     def embed(self, out: F32, token_ids: Array, table: F32 | BlockWeight | MappedWeight, scale: float) -> None:
@@ -393,7 +393,7 @@ class NumpyOps:
 def _latent_queries(
     op: str, out: F32, q: F32, pages: F32, weights: LatentWeights, rope: F32, rows: Rows, latents: F32 | None = None
 ) -> tuple[F32, F32]:
-    """Return the parts of each head's query: before the rotated part [T, H, N], and that part, rotated [T, H, R]."""
+    """Return the two parts of each head's query: the plain one [T, H, N], and the one to rotate, rotated [T, H, R]."""
     check_latent_shapes(op, out, q, pages, weights, rope, rows, latents)
     heads, rope_dim = q.reshape(len(q), len(weights.up), -1), 2 * rope.shape[2]
     return heads[..., :-rope_dim], turned(heads[..., -rope_dim:], rope, rows)

@@ -18,7 +18,7 @@ _BELOW_ONE = np.float32(1 - 2.0**-24)
 
 
 def philox(counters: U32, key: int) -> U32:
-    """Four random words for each counter. counters uint32 [n, 4]; key 64-bit; returns uint32 [n, 4]."""
+    """Return four random words for each counter: uint32 [n, 4] for counters uint32 [n, 4] and a 64-bit key."""
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))
     key_low, key_high = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     for _ in range(_ROUNDS):
@@ -31,7 +31,7 @@ def philox(counters: U32, key: int) -> U32:
 
 
 def gumbel(seed: int, position: int, count: int) -> NDArray[np.float32]:
-    """Standard Gumbel noise float32 [count] of the token at `position`: entry i is word i % 4 of counter i // 4.
+    """Return standard Gumbel noise float32 [count] of the token at `position`: entry i is word i % 4 of counter i // 4.
 
     The counter is (i // 4, position, 0, 0), the key the seed.
     """

@@ -1,8 +1,8 @@
 """Weights in NumPy that are not float32: their arrays in the arena, and their rows as float32.
 
 Layout: codes uint8 [N, K * bits / 8], the first column in the low bits (8 bits: int8 [N, K]); scales float32
-[N, groups]; zeros uint8 [N, groups]; perm int32 [K]. Weights of GGUF files stay the blocks that they are there, mapped
-ones the words of their file.
+[N, groups]; zeros uint8 [N, groups]; perm int32 [K]. Weights of GGUF files stay in the blocks of their file, mapped
+ones in its words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 
 
 def _values_of_bytes(bits: int, element: type[np.generic]) -> Array:
-    """Return all codes of each byte as float32, in one `element`, which NumPy looks up faster than several."""
+    """Return the codes in each byte as float32, packed in one `element`, which NumPy looks up faster than several."""
     codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
     return codes.astype(np.float32).view(element)[:, 0]
 
@@ -52,7 +52,7 @@ def quantized_arrays(spec: TensorSpec, arrays: Mapping[str, Array]) -> Quantized
 
 
 def rows_of(weight: Matrix, rows: slice) -> Matrix:
-    """A view of some rows of a weight."""
+    """Return a view of some rows of a weight."""
     if isinstance(weight, np.ndarray):
         return weight[rows]
     if isinstance(weight, MappedWeight):
@@ -82,7 +82,7 @@ def _parts_of(weight: BlockWeight, wanted: range) -> Iterator[tuple[str, Array]]
 
 
 def dequantized(weight: QuantizedWeight | BlockWeight | MappedWeight) -> Iterator[tuple[slice, F32]]:
-    """Rows of the matrix as float32, block after block; columns in the stored order, that of `perm`."""
+    """Yield the rows of the matrix as float32, block after block; columns are in the stored order, that of `perm`."""
     if isinstance(weight, BlockWeight):
         yield from _unpacked(weight)
         return

@@ -1,4 +1,4 @@
-"""The running state of an admitted sequence: where it is, what it has given, when it ends."""
+"""The running state of an admitted sequence: its position, the tokens that it has given, whether it has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Running:
         return cls(admit, np.zeros(vocab_size, bool), np.zeros(vocab_size, np.int32))
 
     def sample(self, logits: F32) -> int:
-        """The token for `position`, which becomes the last one."""
+        """Sample and return the token for `position`, which becomes the last one."""
         admit = self.admit
         token = sample(logits, admit.sampling, admit.seed, self.position, self.seen, self.counts)
         self.generated(token)
@@ -45,6 +45,6 @@ class Running:
         self.finished = token in self.admit.stop_token_ids or self.num_generated == self.admit.max_new_tokens
 
     def logprobs(self, logits: F32, token: int) -> tuple[TokenLogprobs, ...]:
-        """What the request wants to know of a token: an entry, or nothing."""
+        """Return the log-probabilities of a token as one entry, or nothing if the request does not ask for them."""
         count = self.admit.sampling.logprobs
         return (token_logprobs(logits, token, count),) if count else ()

@@ -24,7 +24,8 @@ from cpmrt.reference.philox import gumbel
 
 
 def sample(logits: F32, params: Sampling, seed: int, position: int, seen: Array, counts: Array) -> int:
-    """The token for `position`. logits [V]; seen bool [V]: in the prompt or generated; counts int [V]: generated."""
+    """Return the token for `position`. logits [V]; seen bool [V]: the tokens that are in the prompt or were generated;
+    counts int [V]: how often each token was generated."""
     logits = penalise(biased(logits, params.logit_bias), params, seen, counts)
     if params.temperature == 0.0:
         return int(np.argmax(logits))
@@ -48,7 +49,7 @@ def is_usable(logits: F32) -> bool:
 
 
 def biased(logits: F32, logit_bias: tuple[tuple[int, float], ...]) -> F32:
-    """Add to the logits of some tokens; ids that the model lacks have none. The input array is not changed."""
+    """Add biases to the logits of some tokens; ids that the model lacks are ignored. The input array is not changed."""
     if not logit_bias:
         return logits
     moved: F32 = logits.copy()
@@ -71,7 +72,7 @@ def penalise(logits: F32, params: Sampling, seen: Array, counts: Array) -> F32:
 
 
 def keep_mask(logits: F32, params: Sampling) -> Array:
-    """Which tokens survive top-k, then top-p among those, then min-p. logits are after temperature."""
+    """Return which tokens survive top-k, then top-p among those, then min-p. logits are after temperature."""
     keep = np.ones(len(logits), bool)
     if 0 < params.top_k < len(logits):
         keep &= logits >= np.partition(logits, -params.top_k)[-params.top_k]
@@ -83,7 +84,7 @@ def keep_mask(logits: F32, params: Sampling) -> Array:
 
 
 def _top_p_threshold(logits: F32, top_p: float) -> float:
-    """The logit of the token at which the sum of probabilities, best first, reaches `top_p`."""
+    """Return the logit of the token at which the sum of probabilities, best first, reaches `top_p`."""
     descending = -np.sort(-logits)
     weights = np.exp(descending - descending[0])
     mass = np.cumsum(weights, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Block-sparse attention in NumPy: compressed keys, the choice of blocks, and what a choice leaves of a row's tokens.
+"""Block-sparse attention in NumPy: compressed keys, the choice of blocks, and the tokens that a row's choice leaves.
 
 The definition is in `config.sparse`. In the pages of `ops.CompressedKeys` compressed keys are counted from the start of
 the text as entries: entry e of K1 is the window that ends at position 16 e + 15, entry e of K2 that which ends at
@@ -20,14 +20,15 @@ from cpmrt.ops import WINDOW_STRIDE, Fp8Pages, KVPages, Rows, Selection
 from cpmrt.reference.kv_rows import gather, gather_row
 
 _FINE, _COARSE = WINDOW_STRIDE, PAGE_SIZE
-"""Tokens between the windows of K1 and of K2; a window is twice, for K2 two pages, as long."""
+"""Tokens between two windows of K1 and of K2. A window is twice as long: 32 tokens for K1, two pages for K2."""
 _ENTRIES = PAGE_SIZE // _FINE
 
 
 def window_means(keys: F32, stride: int, dtype: DType) -> F32:
-    """keys [K, tokens, D], whole strides of them -> [K, strides - 1, D]: the mean of each stride and the next.
+    """Return the mean of each stride of keys and the next: [K, strides - 1, D] of keys [K, strides * stride, D].
 
-    Summed token by token from the first, so that a window's bits do not depend on what is compressed with it.
+    Keys are summed token by token from the first, so that a window's bits do not depend on the windows that are
+    compressed with it.
     """
     num_heads, num_tokens, head_dim = keys.shape
     strides = keys.reshape(num_heads, num_tokens // stride, stride, head_dim)
@@ -72,7 +73,7 @@ def append_step(kv: KVPages, rows: Rows, dtype: DType) -> None:
 
 
 def compressed_of_row(kv: KVPages, rows: Rows, row: int, dtype: DType) -> tuple[F32, F32]:
-    """Return what a row may score: entries 1 and on of K1 and of K2, [K, entries, D].
+    """Return the compressed keys that a row may score: entries 1 and on of K1 and of K2, [K, entries, D].
 
     The windows of a row of a tree that end within its path are not in the pages: they are averaged here.
     """
@@ -95,13 +96,14 @@ def compressed_of_row(kv: KVPages, rows: Rows, row: int, dtype: DType) -> tuple[
 
 
 def block_scores(q: F32, k1: F32, k2: F32, scale: float) -> F32:
-    """q [K, G, D] of one row, k1 and k2 of `compressed_of_row` -> [K, blocks]: those that end at or before the row."""
+    """Return the scores [K, blocks] of the blocks that end at or before a row, by its q [K, G, D] and by k1 and k2 of
+    `compressed_of_row`."""
     fine, coarse = (q @ keys.transpose(0, 2, 1) * np.float32(scale) for keys in (k1, k2))
     highest = coarse.max(axis=-1, keepdims=True)
     log_sum = highest + np.log(np.exp(coarse - highest).sum(axis=-1, keepdims=True))
     with np.errstate(over="ignore"):
         entries = np.exp(fine - log_sum).sum(axis=1)
-    # Entry 0 is a window that there is not; entry 4 b + 4 of the row's last whole block may still be unfinished.
+    # Entry 0 has no window; that of entry 4 b + 4 of the row's last whole block may not have ended yet.
     num_blocks = (entries.shape[1] + 1) // _ENTRIES
     padded = np.pad(entries, ((0, 0), (1, _ENTRIES)), constant_values=-np.inf)
     spans = [padded[:, part : part + num_blocks * _ENTRIES : _ENTRIES] for part in range(_ENTRIES + 1)]
@@ -110,7 +112,8 @@ def block_scores(q: F32, k1: F32, k2: F32, scale: float) -> F32:
 
 
 def choose_blocks(scores: F32, position: int, config: SparseConfig) -> Array:
-    """Ascending block numbers [K, W] of a row that leaves blocks out, from [K, blocks before its own] scores."""
+    """Return the ascending block numbers [K, W] of a row that leaves blocks out, by scores [K, blocks before its own].
+    """
     own = position // PAGE_SIZE
     local = own - config.local_blocks
     between = scores[:, config.init_blocks : local]
@@ -133,7 +136,7 @@ def select_blocks(
 
 
 def chosen_tokens(tokens: F32, selection: Selection, row: int) -> F32:
-    """tokens [K, positions, D] that a row sees -> those in its blocks, alike many for each head."""
+    """Return, of the tokens [K, positions, D] that a row sees, those in its blocks, equally many for each head."""
     if not selection.config.leaves_out(tokens.shape[1]):
         return tokens
     places = (selection.blocks[row][:, :, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(len(tokens), -1)
@@ -143,7 +146,7 @@ def chosen_tokens(tokens: F32, selection: Selection, row: int) -> F32:
 
 
 def left_out(selection: Selection, positions: Array, head: int, length: int) -> Array:
-    """Whether each row leaves out each of the first `length` positions for a KV head: bool [T, length]."""
+    """Return whether each row leaves out each of the first `length` positions for a KV head: bool [T, length]."""
     kept = np.ones((len(positions), pages_for(length)), bool)
     for row, position in enumerate(map(int, positions)):
         if selection.config.leaves_out(position + 1):

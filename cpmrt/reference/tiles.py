@@ -60,8 +60,9 @@ def softmax(scores: F32) -> F32:
 def attend(queries: F32, keys: F32, values: F32, seen: Array, scale: float) -> F32:
     """Return the attention of one tile of rows: queries [heads, rows, D], keys and values [tiles, KEY_TILE, D].
 
-    `seen` bool [rows, tiles * KEY_TILE]: a row without any gives zeros. Each product is of one tile with one other, and
-    sums over keys go from tile to tile. A tile that no row sees would add zeros, and is left out.
+    `seen` bool [rows, tiles * KEY_TILE]: which keys each row sees; a row that sees none gives zeros. Each product is of
+    one tile of rows with one tile of keys, and sums over keys go from tile to tile. A tile that no row sees would add
+    zeros, and is left out.
     """
     by_tile = seen.reshape(len(seen), len(keys), KEY_TILE).transpose(1, 0, 2)
     used = by_tile.any(axis=(1, 2))

@@ -1,1 +1,1 @@
-"""How any number of threads and event loops share one engine."""
+"""The sharing of one engine by any number of threads and event loops."""

@@ -1,4 +1,4 @@
-"""What callers ask of a shared engine, and what comes back to them."""
+"""The jobs that callers give a shared engine, and the messages that come back to them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cpmrt.tool_use.finder import calls_in
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a job. `reason` is that of the sequence, "done" (of a reading) or, with an `error`, "error".
+    """The end of a job. `reason` is the sequence's, "done" for a reading or, with an `error`, "error".
 
-    Those of sequences are "stop", "length", "loop" and "cancelled".
-    Seconds are from the submission: in the queue, and to the first token (0 without one).
+    Reasons of sequences are "stop", "length", "loop" and "cancelled". Both times count from the submission: `queued_s`
+    to the first slot, `first_token_s` to the first token (0 without one).
     """
 
     reason: str
@@ -37,7 +37,7 @@ class Ended:
 class Generation:
     """A request on its way through a shared engine, which fills in `receiver`, `sequence` and `text`.
 
-    `shown_ids` are special tokens that its text keeps.
+    `shown_ids` are the special tokens that stay in its text.
     """
 
     request: Request
@@ -45,25 +45,25 @@ class Generation:
     schemas: Schemas | None = None
     """The schemas of the tools that it may call."""
     thought_end: str | None = None
-    """The marker that ends the thought which its prompt has opened, in which nothing is a call."""
+    """The marker that ends the thought which its prompt has opened; nothing inside the thought is a call."""
     pieces: list[Piece] = field(default_factory=list)
-    """Those that its caller has read."""
+    """The pieces that the caller has read."""
     is_read: bool = False
-    """Whether the caller has read its end too."""
+    """Whether the caller has read the end of the generation too."""
     submitted_at: float = field(default_factory=perf_counter)
     receiver: Receiver = field(init=False, repr=False)
     sequence: EngineSequence = field(init=False)
     text: AnswerText = field(init=False, repr=False)
 
     def read(self, part: Piece | Ended) -> None:
-        """Note that the caller has read this."""
+        """Note a piece, or the end, that the caller has read."""
         if isinstance(part, Piece):
             self.pieces.append(part)
         else:
             self.is_read = True
 
     def ended(self, error: Exception | None = None) -> Ended:
-        """Return the end of this job, now; `error` or, without one, the failure of its sequence is its reason."""
+        """Return the end of this job as of now. Its error is `error` or, without one, the failure of its sequence."""
         seq, error = self.sequence, error or self.sequence.failure
         queued_s = (seq.started_at or perf_counter()) - self.submitted_at
         first_token_s = seq.first_token_at - self.submitted_at if seq.token_ids else 0.0
@@ -72,7 +72,7 @@ class Generation:
 
     @property
     def completion(self) -> Completion:
-        """What was read so far; the reason is "cancelled" unless that is everything."""
+        """The completion of the pieces read so far; its reason is "cancelled" until the end was read too."""
         text = "".join(piece.text for piece in self.pieces)
         return Completion(
             text=text,
@@ -94,8 +94,8 @@ def completion_of(choices: Sequence[Generation]) -> Completion:
 class Reading:
     """Work on the executor in a slot of its own, as for the logits of a prompt of `num_tokens`.
 
-    `work(slot, block_table)` yields where other jobs may have a step, and returns what becomes `result`. Pages that are
-    known to hold the beginning of `prompt_ids` are shared (`Loan`).
+    `work(slot, block_table)` yields where other jobs may have a step, and its return value becomes `result`. Pages that
+    are known to hold the beginning of `prompt_ids` are shared (`Loan`).
     """
 
     num_tokens: int
@@ -117,7 +117,7 @@ Item = tuple[Job, Piece | Ended]
 
 
 class Receiver(Protocol):
-    """Takes what comes for its jobs. Called by whichever thread drives the engine, it must neither block nor raise."""
+    """Takes the items of its jobs. Called by whichever thread drives the engine, it must neither block nor raise."""
 
     def receive(self, items: list[Item]) -> None: ...
 
@@ -136,13 +136,13 @@ Message = Item | Signal
 
 
 class Closed(Signal):
-    """The engine is closed, or `error` came of the attempt."""
+    """The message that the engine was closed; `error` is what closing raised, if it did."""
 
     error: Exception | None = None
 
 
 class Inbox:
-    """Keeps what comes for the jobs of one caller until it is read."""
+    """Keeps the messages for one caller until they are read."""
 
     def __init__(self) -> None:
         queue = SimpleQueue[Message]()
@@ -154,14 +154,14 @@ class Inbox:
 
 
 class EndsInbox(Inbox):
-    """An inbox for a caller that wants nothing before the end of a job: pieces are kept in the job."""
+    """An inbox for a caller that waits only for the ends of jobs: pieces are kept in the job."""
 
     def receive(self, items: list[Item]) -> None:
         super().receive(only_ends(items))
 
 
 def only_ends(items: list[Item]) -> list[Item]:
-    """Have generations keep what came for them, and return the ends of jobs."""
+    """Keep the items of each generation in that generation, and return the items that are ends of jobs."""
     for job, part in items:
         if isinstance(job, Generation):
             job.read(part)

@@ -1,4 +1,4 @@
-"""Brings what comes for jobs to an event loop."""
+"""An inbox on an event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cpmrt.sharing.jobs import Item, only_ends
 
 
 class LoopInbox:
-    """Keeps what comes for the jobs of one caller on an event loop until it is read.
+    """Keeps the items for the jobs of one caller on an event loop until they are read.
 
     With `only_ends` the pieces of a generation are kept in the generation.
     """

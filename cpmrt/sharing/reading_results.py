@@ -1,4 +1,4 @@
-"""What readings make of the chunks that the executor yields; each `yield` here lets other jobs have a step."""
+"""The results of readings, made of the chunks that the executor yields. Each `yield` lets other jobs have a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def joined(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None,
 
 
 def scores(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
-    """Return the log-probability of each of `ids` after the first, of chunks of logits: float32 [T - 1]."""
+    """Return the log-probability of each of `ids` after the first, by chunks of logits: float32 [T - 1]."""
     from cpmrt.reference.sampling import checked_log_softmax
 
     parts, start = list[F32](), 0
@@ -34,7 +34,7 @@ def scores(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None,
 
 
 def pooled(ids: tuple[int, ...], chunks: Iterator[F32], *, mean: bool, normalize: bool) -> Generator[None, None, F32]:
-    """Return the mean of chunks of states, or else the last state, of length 1 with `normalize`: float32 [H].
+    """Return the mean of all states, or without `mean` the last state: float32 [H], with `normalize` of length 1.
 
     Raises NonFiniteLogitsError.
     """

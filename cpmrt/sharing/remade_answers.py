@@ -1,7 +1,8 @@
 """Answers whose keys and values are computed once more, as a prompt's, while there is nothing else to do.
 
 Decode steps round a little differently than a prefill. So the next turn of a chat, whose prompt begins with the answer,
-does not take over what the answer's own steps have written (`docs/prefixes.md`); made ready before, it need not wait.
+does not take over the keys and values that the answer's own steps have written (`docs/prefixes.md`). If they are
+computed again before that turn comes, it need not wait for them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cpmrt.engine import Sequence as EngineSequence
 from cpmrt.sharing.jobs import Generation
 
 _MOST = 16
-"""Answers that are remembered at a time; the oldest are computed when their next turn comes."""
+"""The most answers that are remembered at a time; older ones are computed when their next turn comes."""
 
 
 class RemadeAnswers:
@@ -34,7 +35,7 @@ class RemadeAnswers:
             self._ended.append((prompt, seq.token_ids))
 
     def next(self) -> Generation | None:
-        """Return a job that computes the newest answer, and forget that; None: there is none. For any thread."""
+        """Return a job that computes the newest answer, and forget that answer; None: there is none. For any thread."""
         try:
             prompt, answer = self._ended.pop()
         except IndexError:
@@ -47,6 +48,6 @@ class RemadeAnswers:
         self._ended.append((job.request.prompt_ids, ()))
 
     def _full(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """Return the tokens of full pages."""
+        """Return the number of tokens in full pages."""
         page_size = self._engine.limits.page_size
         return (len(prompt) + len(answer)) // page_size * page_size

@@ -41,7 +41,7 @@ _log = logging.getLogger("cpmrt")
 
 
 class SharedEngine:
-    """Runs the jobs of any number of threads on one engine. What runs on the driving thread begins with `_run`.
+    """Runs the jobs of any number of threads on one engine. Methods for the driving thread alone begin with `_run`.
 
     `cancel` may be called by the garbage collector, in any thread and between any two instructions, also of this file.
     Therefore nothing here waits for a lock, and every change to the engine is a command in a queue, which the thread
@@ -78,7 +78,7 @@ class SharedEngine:
         return self._leader == get_ident()
 
     def submit(self, jobs: Sequence[Job], receiver: Receiver) -> None:
-        """Queue these jobs, in their order; what comes for them goes to `receiver`.
+        """Queue these jobs, in their order; their items go to `receiver`.
 
         Raises ContextLengthError or RequestError, with nothing queued, if the engine does not take one of them, and
         ClosedError after `close` and in a forked process.
@@ -151,8 +151,8 @@ class SharedEngine:
     def close(self) -> None:
         """End every job with ClosedError, and close the engine. May be called again, and by any thread.
 
-        It returns when all is done, but where the calling thread drives the engine itself (a signal handler or a
-        listener has called this): then that happens before the next step.
+        It returns when all is done. If the calling thread drives the engine itself (in a signal handler or a listener),
+        it returns at once, and the engine is closed before the next step.
         """
         if self._is_closed or os.getpid() != self._process:
             return
@@ -166,7 +166,7 @@ class SharedEngine:
             raise closed.error
 
     def _prepare(self, jobs: Sequence[Job], receiver: Receiver) -> None:
-        """Give jobs what they need to be added. Raises as `submit` does."""
+        """Give jobs their receiver, and generations their sequence and text. Raises as `submit` does."""
         self.check_usable()
         for job in jobs:
             job.receiver = receiver
@@ -175,7 +175,7 @@ class SharedEngine:
                 job.text = AnswerText(self._tokenizer, job.request, job.shown_ids)
 
     def _remake_one(self) -> bool:
-        """Submit a job that computes an answer again, unless there is none."""
+        """Submit a job that computes an answer again, and tell whether there was one."""
         job = None if self._is_closed else self._remade.next()
         if job is not None:
             self._prepare([job], EndsInbox())
@@ -196,7 +196,7 @@ class SharedEngine:
         return self._sleep(inbox)
 
     def _drive(self, is_done: Callable[[], bool]) -> bool:
-        """Drive the engine until `is_done()`; return False at once if another thread does."""
+        """Drive the engine until `is_done()`; return False at once if another thread drives it."""
         with HeldInterrupt() as interrupt:
             if not self._takes_lead():
                 return False
@@ -225,7 +225,7 @@ class SharedEngine:
         self._sleeping[inbox] = None
         message: Message | None = None
         try:
-            # Whoever stops driving looks for sleepers after that: one of the two sees the other.
+            # A thread that stops driving looks for sleepers after it has left the lead: one of the two sees the other.
             message = inbox.get() if self._lead.locked() else LEAD
         finally:
             self._sleeping.pop(inbox, None)
@@ -234,7 +234,7 @@ class SharedEngine:
         return message
 
     def _carry_out(self) -> None:
-        """Carry out the commands that have come, unless another thread drives and does; then look for a driver."""
+        """Carry out the queued commands, unless another thread drives and does so; then wake a thread to drive."""
         while self._commands and self._takes_lead():
             try:
                 self._run_commands()
@@ -255,7 +255,7 @@ class SharedEngine:
         """
         self._run_commands()
         for loan in self.engine.slots.loans:
-            if loan in self._readings:  # others are of tools that drive the engine themselves
+            if loan in self._readings:  # other loans are of tools that drive the engine themselves
                 self._run_reading(loan, self._readings[loan])
         try:
             self.engine.advance()
@@ -270,7 +270,7 @@ class SharedEngine:
             self._commands.popleft()()
 
     def _run_remake(self, job: Generation) -> None:
-        if self._generations or self._readings:  # which have come meanwhile
+        if self._generations or self._readings:  # jobs that have come meanwhile
             self._remade.put_back(job)
         else:
             self._run_add([job])
@@ -297,7 +297,7 @@ class SharedEngine:
                 if job.loan in self._readings:
                     self._run_end(job)
             elif job.sequence in self._generations:
-                # What fails here (a lost device, a listener) fails again in the next step, whose caller hears of it.
+                # An error here (a lost device, a listener) comes again in the next step, whose caller hears of it.
                 with suppress(Exception):
                     self.engine.finish(job.sequence, "cancelled")
                 self._run_end(job)
@@ -325,7 +325,7 @@ class SharedEngine:
             self._run_end(reading, error)
 
     def _run_hand_out(self) -> None:
-        """Give the receivers, in one call each, what has come for their jobs. Raises what cost none of them a token."""
+        """Give the receivers, in one call each, the new items of their jobs. Errors that end no job are raised last."""
         batches: dict[Receiver, list[Item]] = {}
         news, errors = dict.fromkeys(self._news), list[Exception]()
         self._news.clear()
@@ -351,7 +351,8 @@ class SharedEngine:
     def _run_collect(self, job: Generation, errors: list[Exception]) -> list[Item]:
         """Return the new pieces of a generation, and its end if it has come.
 
-        `errors` gets what a listener raises, or a device that is lost, when a stop string ends the sequence.
+        `errors` gets the errors of a listener, or of a lost device, that are raised when a stop string ends the
+        sequence.
         """
         seq, text, items = job.sequence, job.text, list[Item]()
         while seq.outbox:
@@ -369,7 +370,7 @@ class SharedEngine:
         return items
 
     def _run_end(self, job: Job, error: Exception | None = None) -> None:
-        """Take a job off the active ones and tell its end."""
+        """Remove a job from the active ones, and send its end to its receiver."""
         if isinstance(job, Generation):
             self._generations.pop(job.sequence, None)
         elif job.loan is not None:

@@ -1,4 +1,4 @@
-"""An answer that is read piece by piece."""
+"""The stream of an answer, which is read piece by piece."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TextStream(Iterator[Piece]):
         return self._job.completion
 
     def finish(self) -> Completion:
-        """Run to the end and return the whole."""
+        """Read to the end and return the whole completion."""
         for _ in self:
             pass
         return self.completion

@@ -1,4 +1,4 @@
-"""The drafting procedure of every executor: what is run in a speculative step, and beside the target's other steps.
+"""The drafting procedure of every executor: the operations of a speculative step, and those beside the other steps.
 
 A draft has to see every token that the target sees. Tokens that it has not seen yet wait, with the target's hidden
 states where the draft reads those, until the next pass over them. One token always waits after a pass that drafts
@@ -21,8 +21,8 @@ class DraftOps(Protocol):
     """The operations of a draft beside the target's steps, as an executor carries them out or captures them."""
 
     def waiting(self, num_rows: int) -> None:
-        """Run the draft over the rows of tokens that wait. Of a draft that drafts token by token the last row, the
-        newest token's, has logits."""
+        """Run the draft over the rows of tokens that wait. If it drafts token by token, the last row, the newest
+        token's, has logits."""
         ...
 
     def catch_up_begin(self, num_rows: int) -> None:
@@ -38,7 +38,7 @@ class DraftOps(Protocol):
         ...
 
     def chunk(self, num_rows: int) -> None:
-        """Run the draft over them."""
+        """Run the draft over the rows that `chunk_begin` has set up."""
         ...
 
     def carry(self, num_rows: int) -> None:
@@ -49,12 +49,12 @@ class DraftOps(Protocol):
 class TreeOps(DraftOps, Protocol):
     """The operations of a speculative step.
 
-    Rows of a pass are counted from 0. What one operation leaves for the next is the executor's own: the candidates of
-    `top_k`, the nodes of the tree, the target's logits.
+    Rows of a pass are counted from 0. Operations hand their results to the next ones in a form of the executor's own:
+    the candidates of `top_k`, the nodes of the tree, the target's logits.
     """
 
     def begin(self, num_rows: int) -> None:
-        """Set up draft rows for the tokens that wait, the newest in row `num_rows` - 1; 0: there is no model."""
+        """Set up draft rows for the tokens that wait, the newest in row `num_rows` - 1; 0: the draft has no model."""
         ...
 
     def top_k(self, shape: TreeShape, rows: slice) -> None:
@@ -92,7 +92,7 @@ class TreeOps(DraftOps, Protocol):
     def accept(self, shape: TreeShape) -> None:
         """Follow the tree as long as it has the sampled tokens; the path's keys and values go to their positions.
 
-        The tokens are the step's result. Those of the path wait from then on.
+        The sampled tokens are the step's result, and wait for the draft from then on.
         """
         ...
 
@@ -113,8 +113,8 @@ class ChainOps(TreeOps, Protocol):
     """The operations of a speculative step in which a small model with a draft of its own drafts a chain."""
 
     def inner_steps(self, shape: TreeShape) -> None:
-        """Draft a chain behind the newest token, which the small model has run, by its own speculative steps, and set
-        up the target's rows for it."""
+        """Draft a chain behind the newest token by the small model's own speculative steps, and set up the target's
+        rows for it. The small model has run the newest token already."""
         ...
 
 
@@ -147,7 +147,7 @@ def verify(ops: TreeOps, shape: TreeShape) -> None:
 
 
 def propose(ops: TreeOps, shape: TreeShape, num_waiting: int) -> None:
-    """Draft a tree as `speculate` does; nothing has come of it that the next step does not overwrite."""
+    """Draft a tree as `speculate` does, and no more; the next step overwrites all that this leaves."""
     ops.begin(num_waiting)
     if not num_waiting:
         ops.lookup(shape)
@@ -165,7 +165,7 @@ def propose(ops: TreeOps, shape: TreeShape, num_waiting: int) -> None:
 
 
 def propose_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_rows: int) -> None:
-    """Draft a chain as `speculate_block` does; nothing has come of it that the next step does not overwrite."""
+    """Draft a chain as `speculate_block` does, and no more; the next step overwrites all that this leaves."""
     ops.begin(num_waiting)
     ops.waiting(num_waiting)
     ops.block(block_rows)
@@ -174,8 +174,7 @@ def propose_block(ops: BlockOps, shape: TreeShape, num_waiting: int, block_rows:
 
 
 def propose_chain(ops: ChainOps, shape: TreeShape, num_waiting: int) -> None:
-    """Draft a chain by the steps of a small model that has a draft of its own; nothing has come of it that the next
-    step does not overwrite."""
+    """Draft a chain as `speculate_chain` does, and no more; the next step overwrites all that this leaves."""
     ops.begin(num_waiting)
     ops.waiting(num_waiting)
     ops.inner_steps(shape)
@@ -188,14 +187,14 @@ def _look_up_instead(ops: TreeOps, shape: TreeShape) -> None:
 
 
 def catch_up(ops: DraftOps, num_rows: int) -> None:
-    """Show the draft what waits, at most `num_rows` tokens, without drafting anything."""
+    """Run the draft over the waiting tokens, at most `num_rows`, without drafting anything."""
     ops.catch_up_begin(num_rows)
     ops.waiting(num_rows)
     ops.catch_up_end()
 
 
 def after_chunk(ops: DraftOps, num_rows: int) -> None:
-    """Show the draft the chunk of a prompt that the target has just run."""
+    """Run the draft over the chunk of a prompt that the target has just run."""
     ops.chunk_begin(num_rows)
     ops.chunk(num_rows)
 
@@ -203,7 +202,8 @@ def after_chunk(ops: DraftOps, num_rows: int) -> None:
 class Waiting:
     """Counts the tokens of each slot that wait for the draft, on the host.
 
-    Where the host does not know how many tokens a step has given it is told the most, so that counts are upper bounds.
+    Where the host does not know how many tokens a step has given, the most possible is counted: counts are upper
+    bounds.
     """
 
     def __init__(self) -> None:
@@ -214,15 +214,15 @@ class Waiting:
         return self._counts[slot]
 
     def admitted(self, slot: int) -> None:
-        """Nothing of the slot's new sequence is there yet."""
+        """Note that the slot has a new sequence, of which no token waits."""
         self._counts[slot] = 0
 
     def prefilled(self, slot: int) -> None:
-        """The draft has seen a chunk, except for its last token."""
+        """Note that the draft has seen a chunk except for its last token, which waits."""
         self._counts[slot] = 1
 
     def before_decode(self, counts: Mapping[int, int]) -> list[int]:
-        """Count so many tokens more of each slot; return the slots whose draft has to catch up before they come."""
+        """Add `counts` to the waiting tokens of each slot; return the slots whose draft has to catch up before that."""
         late = [slot for slot, count in counts.items() if self._counts[slot] + count > MAX_WAITING]
         self._counts.update(dict.fromkeys(late, 1))
         for slot, count in counts.items():
@@ -232,7 +232,7 @@ class Waiting:
     def before_speculation(self, slot: int, step_rows: int) -> bool:
         """Return whether the draft has to catch up before a speculative step, since more than `step_rows` tokens wait.
 
-        These are the rows of the pass over what waits that the step begins with.
+        `step_rows` is the number of rows of the step's first draft pass, that over the waiting tokens.
         """
         is_late = self._counts[slot] > step_rows
         if is_late:
@@ -240,5 +240,5 @@ class Waiting:
         return is_late
 
     def accepted(self, slot: int, count: int) -> None:
-        """A speculative step gives `count` tokens, which all wait."""
+        """Note that a speculative step gives `count` tokens, which all wait."""
         self._counts[slot] = count

@@ -1,1 +1,1 @@
-"""The draft models of speculation: what they need of memory, and their passes."""
+"""The draft models of speculation: their weights and buffers, and their passes."""

@@ -1,9 +1,9 @@
 """DSpark drafts: the target's hidden states become keys and values of a few layers, which then run a whole block.
 
-A position that the target has run has no row in the draft: each layer makes its key and value there of the same vector,
-the target's tapped states through `fc` and a norm. The block is the newest token and mask tokens behind it, one pass in
-which every row sees all positions before the block and the whole block. Its tokens are chosen one after another
-(`markov_weights`). Source: see `config.dspark`. Everything of a draft is named `draft.*`, beside the target's.
+The draft runs no rows for positions that the target has run: each layer makes the key and value of such a position from
+the same vector, the target's tapped states through `fc` and a norm. The block is the newest token and mask tokens
+behind it, one pass in which every row sees all positions before the block and the whole block. Its tokens are chosen
+one after another (`markov_weights`). Source: see `config.dspark`. The names of a draft's arrays begin with `draft.`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cpmrt.ops import Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 MARKOV_CANDIDATES = 32
-"""Tokens of each part of the vocabulary that the Markov head is asked about: those with the highest logits without it.
-All 256 of a row are a thousandth of the bytes of the head's matrix, and drafts need not be exact."""
+"""Tokens of each part of the vocabulary (`markov_parts`) that the Markov head scores: those with the highest logits
+without it. The 256 of a row are a thousandth of the bytes of the head's matrix, and drafts need not be exact."""
 _ROW_BUFFERS = ("context", "states", "logits")
 
 
@@ -67,8 +67,8 @@ def cut_markov(specs: tuple[TensorSpec, ...], token_map: tuple[int, ...] | None)
 
 
 def buffer_specs(draft: DraftConfig, max_rows: int, block_rows: int) -> Iterator[BufferSpec]:
-    """Yield `context`, what keys and values of positions are made of, and `states`, the normalised outputs of a pass
-    over blocks of at most `block_rows` rows."""
+    """Yield `context`, the rows of which the keys and values of positions are made, and `states`, the normalised
+    outputs of a pass over blocks of at most `block_rows` rows."""
     hidden = draft.layers_config.hidden_size
     yield BufferSpec("context", (max_rows, hidden), EMBED, QKV)
     yield BufferSpec("states", (block_rows, hidden), HEAD, HEAD)
@@ -76,7 +76,7 @@ def buffer_specs(draft: DraftConfig, max_rows: int, block_rows: int) -> Iterator
 
 @dataclass(frozen=True)
 class MarkovWeights:
-    """The heads that choose a block's tokens, of token u after token t with the row's output h (`DSpark.block`):
+    """The heads that choose a block's tokens. For token u after token t, with the row's output h (`DSpark.block`):
 
         logit(u) = base logit(u) + second[u] . first[t];    confidence = sigmoid([h | first[t]] . confidence + bias)
 
@@ -109,7 +109,8 @@ class DSpark:
         return cls(draft, layers, Weights(arrays, caches.prefix), arrays["embed_tokens"], head)
 
     def commit(self, ops: Ops, arrays: Mapping[str, Any], rows: Rows, hidden: Any) -> None:
-        """Store keys and values at the rows' positions, of the target's states `hidden` [T, w] there, side by side."""
+        """Store keys and values at the rows' positions, made of the target's states there: `hidden` [T, w] has those of
+        all taps side by side."""
         buffers, eps = self.layers.buffers(arrays, len(rows.token_ids)), self.draft.layers_config.rms_norm_eps
         x, context = buffers["x"], buffers["context"]
         ops.clear(x)
@@ -130,6 +131,6 @@ class DSpark:
         return states, logits
 
     def markov_weights(self) -> MarkovWeights:
-        """Return what chooses the block's tokens."""
+        """Return the weights of the heads that choose the block's tokens."""
         names = ("markov_w1", "markov_w2", "confidence", "confidence_bias")
         return MarkovWeights(*(self.weights[name] for name in names))

@@ -1,7 +1,7 @@
 """EAGLE drafts: they continue the target's hidden states with its embedding, through layers of their own.
 
 EAGLE-2 (arXiv 2406.16858) also uses the target's head, or some rows of it (FR-Spec, arXiv 2502.14856); EAGLE-3 (arXiv
-2503.01840) has its own. Everything of a draft is named `draft.*`, beside the target's.
+2503.01840) has its own. The names of a draft's arrays begin with `draft.`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tensor_specs(draft: DraftConfig) -> Iterator[TensorSpec]:
 
 
 def buffer_specs(draft: DraftConfig, max_rows: int) -> Iterator[BufferSpec]:
-    """Yield what the way into the layers needs. `parents` holds the states that a later pass continues."""
+    """Yield the buffers of the layers' input. `parents` holds the states that a later pass continues."""
     hidden = draft.layers_config.hidden_size
     yield BufferSpec("embedding", (max_rows, hidden), EMBED, EMBED)
     yield BufferSpec("parents", (MAX_NODES, hidden), EMBED, HEAD)
@@ -73,7 +73,7 @@ class Eagle:
 
     @classmethod
     def bind(cls, draft: DraftConfig, arrays: Mapping[str, Any], caches: CacheLayout, halves: tuple[Any, ...]) -> Eagle:
-        """Find the weights and caches by name; `halves` are those of a split fc, or empty."""
+        """Find the weights and caches by name; `halves` are the two matrices of a split fc, or empty."""
         weights = Weights(arrays, caches.prefix)
         names = (f"{caches.prefix}lm_head", "lm_head", "embed_tokens")
         head = next(arrays[name] for name in names if name in arrays)
@@ -83,9 +83,9 @@ class Eagle:
     def forward(self, ops: Ops, arrays: Mapping[str, Any], rows: Rows, hidden: Any, *, is_first: bool) -> Any:
         """Run rows through the draft and return x, its output for each.
 
-        `hidden` [T, w]: with `is_first` the target's states, taps side by side for EAGLE-3, one position behind the
-        rows' tokens; else the output of an earlier pass for each row's parent. It may not overlap the draft's x. Rows
-        of a prefill chunk and of tokens that wait are causal and have no tree masks; later passes have.
+        `hidden` [T, w]: with `is_first` the target's states of the position before each row's token, taps side by side
+        for EAGLE-3; else the output of an earlier pass for each row's parent. It may not overlap the draft's x. Rows of
+        a prefill chunk and of tokens that wait are causal and have no tree masks; rows of later passes have them.
         """
         buffers = self.layers.buffers(arrays, len(rows.token_ids))
         x = buffers["x"]

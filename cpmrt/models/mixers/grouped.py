@@ -26,8 +26,8 @@ _COMPRESSED = "compressed keys"
 
 @dataclass(frozen=True, slots=True)
 class GroupedBuffers:
-    """The workspace of a pass: q [T, HD], its attention, the queries before RoPE and the chosen blocks; the table; the
-    output gate [T, HD]."""
+    """The workspace of a pass: queries q, their attention, queries before RoPE and output gate, each [T, HD]; the
+    rotary table; the chosen blocks; the rows `joined`, which an EAGLE-3 draft's first layer reads in place of x."""
 
     q: Any
     attention: Any
@@ -40,7 +40,7 @@ class GroupedBuffers:
 
 @dataclass(frozen=True, slots=True)
 class BoundAttention:
-    """The weights and the pages of one layer; `gate_up` is read behind them."""
+    """The weights and the pages of one layer; `gate_up` is the weight that the layer reads next."""
 
     qkv: QkvWeights
     gate: Any | None
@@ -97,7 +97,7 @@ def caches(mixer: GroupedAttention, kv_dtype: str) -> tuple[CacheSpec, ...]:
 
 
 def buffers(mixer: GroupedAttention, max_rows: int) -> Iterator[BufferSpec]:
-    """Yield queries, attention, and what the choice of blocks needs."""
+    """Yield the buffers of queries and attention, of the output gate, and of the choice of blocks."""
     yield BufferSpec("q", (max_rows, mixer.q_size), QKV, ATTENTION)
     yield BufferSpec("attention", (max_rows, mixer.q_size), ATTENTION, OUTPUT)
     if mixer.output_gate:
@@ -139,7 +139,8 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
 
 
 def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
-    """x += residual_scale * (attention(qkv(norm(x))) output^T + bias), with a gate times it before the projection."""
+    """x += residual_scale * (attention(qkv(norm(x))) output^T + bias); an output gate scales attention before output^T.
+    """
     ops, mixer, pages, scratch = step.ops, _attention(layer), bound.pages, step.buffers.of(GroupedBuffers)
     q, out, rows, scale, selection = scratch.q, scratch.attention, step.rows, mixer.head_dim**-0.5, None
     source, rope = scratch.joined if layer.reads_joined else step.x, scratch.rope if mixer.rope else None
@@ -167,7 +168,7 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
 
 
 def store(step: Pass, bound: BoundAttention) -> None:
-    """Store the keys and values of rows x that are normalised already; nothing is attended to."""
+    """Store the keys and values of the rows x, which are normalised already, without any attention."""
     scratch, weights = step.buffers.of(GroupedBuffers), replace(bound.qkv, norm=None)
     step.ops.qkv(scratch.q, bound.pages, step.x, weights, scratch.rope, step.rows, step.eps)
 

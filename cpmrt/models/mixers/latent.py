@@ -23,8 +23,8 @@ from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class LatentBuffers:
-    """The workspace of a pass: both latents [T, q_rank + cached_dim], in a chunk the queries' once more, normalised, q,
-    attention; the table."""
+    """The workspace of a pass: both latents of each row [T, q_rank + cached_dim]; in a prefill chunk the queries'
+    latent once more, normalised; queries and attention; the rotary table."""
 
     latents: Any
     q_latent: Any
@@ -47,7 +47,8 @@ class BoundLatent:
 
 
 def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[TensorSpec]:
-    """Yield the norm, the fused projection to both latents, their norms, those up from them, and the output's."""
+    """Yield the norm, the fused projection to both latents, their norms, the two up projections from them, and the
+    output projection."""
     mixer, hidden = _attention(layer), model.hidden_size
     yield names.weight("attention_norm", "input_layernorm.weight", hidden)
     q_down = "self_attn.q_a_proj.weight", (mixer.q_rank, hidden)
@@ -71,7 +72,7 @@ def caches(mixer: LatentAttention, kv_dtype: str) -> tuple[CacheSpec, ...]:
 
 
 def buffers(mixer: LatentAttention, max_rows: int) -> Iterator[BufferSpec]:
-    """Yield latents, queries and attention."""
+    """Yield the buffers of latents, queries and attention."""
     yield BufferSpec("latents", (max_rows, mixer.q_rank + mixer.cached_dim), QKV, QKV)
     yield BufferSpec("q_latent", (max_rows, mixer.q_rank), QKV, QKV)
     yield BufferSpec("q", (max_rows, mixer.q_size), QKV, ATTENTION)

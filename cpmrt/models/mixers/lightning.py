@@ -26,7 +26,8 @@ _PART = "states"
 
 @dataclass(frozen=True, slots=True)
 class LightningBuffers:
-    """The workspace of a pass: the projection [T, 3HD], its gate and what attention makes of it [T, HD]; the tables."""
+    """The workspace of a pass: the q, k and v projection [T, 3HD], the output gate and the output of attention [T, HD];
+    the tables."""
 
     lightning_qkv: Any
     lightning_gate: Any
@@ -49,7 +50,7 @@ class BoundLightning:
     state: LightningState
 
     def heads(self, scratch: LightningBuffers) -> LightningHeads:
-        """Return what the heads are made with."""
+        """Return the norms and tables with which the heads are made."""
         return LightningHeads(self.q_norm, self.k_norm, scratch.lightning_rope, scratch.lightning_decay)
 
 
@@ -72,7 +73,7 @@ def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[Te
 
 
 def caches(mixer: LightningAttention, kv_dtype: str) -> tuple[CacheSpec, ...]:
-    """Return the state, in float32 whatever keys and values are in, and what a chain of drafts keeps."""
+    """Return the state, in float32 whatever `kv_dtype` says, and the keys and values of the rows of a draft chain."""
     shape = (mixer.num_heads, mixer.head_dim, mixer.head_dim)
     states = CacheSpec("lightning_states", shape, np.float32, scope="slot", on_accept="restore", part=_PART)
     chain = CacheSpec("lightning_chain", (2 * mixer.width,), scope="chain", on_accept="restore", part=_PART)
@@ -80,7 +81,7 @@ def caches(mixer: LightningAttention, kv_dtype: str) -> tuple[CacheSpec, ...]:
 
 
 def buffers(mixer: LightningAttention, max_rows: int) -> Iterator[BufferSpec]:
-    """Yield the projection, the gate, and the rows behind attention."""
+    """Yield the buffers of the projection, of the gate, and of the output of attention."""
     yield BufferSpec("lightning_qkv", (max_rows, 3 * mixer.width), QKV, ATTENTION)
     yield BufferSpec("lightning_out", (max_rows, mixer.width), ATTENTION, OUTPUT)
     if mixer.output_gate:
@@ -88,7 +89,7 @@ def buffers(mixer: LightningAttention, max_rows: int) -> Iterator[BufferSpec]:
 
 
 def tables(mixer: LightningAttention, model: ModelConfig, max_context: int, limit: int) -> Iterator[Table]:
-    """Yield the rotary table and the decay over each number of tokens of a block."""
+    """Yield the rotary table, and the decay of each head over 0 to LIGHTNING_BLOCK tokens."""
     if mixer.rope:
         spec = BufferSpec("lightning_rope", (2, max_context, mixer.head_dim // 2), EMBED, HEAD, np.float32)
         yield Table(spec, lambda: rope_pieces(model, mixer.head_dim, max_context, limit))

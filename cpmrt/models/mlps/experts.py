@@ -1,4 +1,4 @@
-"""The mixture of experts: a router chooses gated mlps for each row, and their outputs are added in its proportions."""
+"""The mixture of experts: a router chooses gated mlps for each row, whose outputs are added, weighted by its shares."""
 
 from __future__ import annotations
 

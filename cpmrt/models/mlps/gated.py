@@ -1,4 +1,4 @@
-"""The gated mlp: one fused product for gate and up, activation(gate) * up, and that back to the residual stream."""
+"""The gated mlp: one fused product for gate and up, activation(gate) * up, and the product to the residual stream."""
 
 from __future__ import annotations
 
