@@ -75,7 +75,7 @@ _MODULES = {
     "TextStream": "sharing.text_stream",
     "TokenLogprobs": "executor",
 }
-"""The modules of public names; those of errors are in `errors`."""
+"""The module of each public name. The errors are left out: they are all in `errors`."""
 
 
 if not TYPE_CHECKING:  # a type checker shall know the names above and no others

@@ -28,7 +28,7 @@ from cpmrt.sharing.text_stream import not_copied
 
 T = TypeVar("T")
 _MAKERS = 32
-"""Threads that prepare prompts, at most: each may wait for a slot with a `prefix_dir`."""
+"""The most threads that prepare prompts; with a `prefix_dir` each of them may have to wait for a slot."""
 _LLM_HINTS = {name: f"pass it to the LLM: AsyncLLM(LLM({name}=...))" for name in signature(LLM).parameters}
 
 
@@ -36,7 +36,8 @@ class AsyncLLM:
     """The methods of an LLM, for event loops: they are awaited, and streams are read with `async for`.
 
     Calls run together as far as the LLM has slots, also beside calls of the LLM itself in other threads. A call whose
-    task is cancelled ends its request. Loading blocks, so make the LLM first, or in a thread. Closing this closes it.
+    task is cancelled ends its request. Loading blocks, so make the LLM first, or in a thread. `close` closes the LLM
+    too.
 
         >>> async with AsyncLLM(LLM("openbmb/MiniCPM4-0.5B", max_sequences=8)) as llm:
         ...     answers = await asyncio.gather(llm.generate("one"), llm.generate("two"))
@@ -56,9 +57,9 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """The model, for what needs no waiting: its plan, config and tokenizer, and `chat_prompt`.
+        """The LLM itself, for everything that needs no waiting: its plan, config and tokenizer, and `chat_prompt`.
 
-        With a `prefix_dir` the last one may wait for a slot: call it in a thread then.
+        With a `prefix_dir` `chat_prompt` may wait for a slot: call it in a thread then.
         """
         return self._llm
 
@@ -153,7 +154,8 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Free everything; calls that still wait raise ClosedError. May be called again."""
-        # Its own thread: those of `_makers` may all wait until this has closed, and the program holds asyncio's.
+        # Closing has a thread of its own: the threads of `_makers` may all be waiting until the LLM is closed, and the
+        # program may keep those of asyncio's default executor busy.
         closing = ThreadPoolExecutor(1, "cpmrt-close")
         try:
             await asyncio.get_running_loop().run_in_executor(closing, self._close)
@@ -180,8 +182,8 @@ class AsyncLLM:
         self._llm.__reduce__()
 
     async def _make(self, make: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return `make(...)`, computed in a thread of its own. Raises ClosedError where no answer can follow."""
-        self._llm.shared.check_usable()  # a forked process would wait for threads that it has not
+        """Return `make(...)`, computed in a thread of `_makers`. Raises ClosedError after `close` or a fork."""
+        self._llm.shared.check_usable()  # a forked process has no such threads: it would wait for ever
         call = partial(copy_context().run, make, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._makers, call)
 
@@ -196,7 +198,7 @@ class AsyncLLM:
         return answers if are_several else answers[0]
 
     async def _run(self, jobs: Sequence[Job]) -> None:
-        """Run jobs to their ends. Raises the first error of one, and cancels the others then."""
+        """Run jobs to their ends. Raises the first error of any job, after cancelling the others."""
         inbox = LoopInbox(only_ends=True)
         self._submit(jobs, inbox)
         try:
@@ -216,14 +218,14 @@ class AsyncLLM:
 class AsyncTextStream(AsyncIterator[Piece]):
     """Iterates over the pieces of one generation with `async for`.
 
-    Several tasks may read it: each piece goes to one. The request is cancelled when the stream is closed, when its
-    `async with` block is left, when nothing refers to the stream any more and when a task that waits for a piece is
-    cancelled. It begins when its first piece is waited for, which also raises what is wrong with the prompt.
+    Several tasks may read it: each piece goes to one of them. The request is cancelled when the stream is closed, when
+    its `async with` block is left, when nothing refers to the stream any more and when a task that waits for a piece is
+    cancelled. The request begins when somebody first waits for a piece; that wait also raises errors of the prompt.
     """
 
     def __init__(self, llm: AsyncLLM, make: Callable[[], Generation]):
         self._llm: AsyncLLM | None = llm
-        """What drives the engine, which would stop if nothing referred to it; None at the end."""
+        """The AsyncLLM, kept since its engine stops when nothing refers to it any more; None at the end."""
         self._make = make
         self._job: Generation | None = None
         self._reading = asyncio.Lock()
@@ -276,5 +278,5 @@ class AsyncTextStream(AsyncIterator[Piece]):
 
     @property
     def completion(self) -> Completion:
-        """Everything that has been read so far; its reason is "cancelled" unless that is the whole answer."""
+        """The answer as far as it has been read; its `finish_reason` is "cancelled" until the end has been read."""
         return self._job.completion if self._job else Completion("", (), "cancelled", (), GenerationStats())

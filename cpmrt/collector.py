@@ -1,7 +1,7 @@
-"""Puts off the collection of garbage while much is made that stays.
+"""Postpones garbage collection while many objects are made that will stay, as by imports.
 
-Imports make some 100,000 objects, and a collection runs for every few hundred of them: a tenth of their time. The first
-one afterwards would look through them all, unless they count as old.
+Imports make some 100,000 objects, and Python starts a collection for every few hundred of them, which takes a tenth of
+the time. The first collection afterwards would look through all of them, unless they count as old.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """No collection of garbage in this process meanwhile, unless somebody asks for one.
+    """Switch garbage collection off in this process inside the `with` block, unless somebody asks for one.
 
-    Where modules were imported, what is there at the end counts as old: a collection of the oldest generation alone
-    looks at it. Elsewhere it does not, since that comes seldom: models opened and closed in turn would pile up.
+    If modules were imported inside, all objects that exist at the end count as old: only a collection of the oldest
+    generation looks at them. Otherwise they do not: such collections are rare, so that models which a program opens and
+    closes in turn would pile up.
     """
     were_on, modules = gc.isenabled(), len(sys.modules)
     gc.disable()

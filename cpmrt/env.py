@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def _home() -> Path:
-    """Return the user's own folder. One that has none gets the root, as container runtimes have it."""
+    """Return the user's home folder; for a user without one the root folder, as container runtimes do."""
     found = os.path.expanduser("~")
     return Path(found if found != "~" else "/")
 
 
 def set_home() -> None:
-    """Set `HOME` where nothing says what it is: the clients of the hubs fail without it, or make a folder named ~."""
+    """Set `HOME` if it is unset: without it the clients of the hubs fail, or make a folder named ~."""
     os.environ.setdefault("HOME", str(_home()))
 
 
@@ -26,7 +26,7 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """Return the folder of what runs keep: `CPMRT_STATE_DIR`, `$XDG_STATE_HOME/cpmrt` or `~/.local/state/cpmrt`."""
+    """Return the folder of state between runs: `CPMRT_STATE_DIR`, `$XDG_STATE_HOME/cpmrt` or `~/.local/state/cpmrt`."""
     explicit = os.environ.get("CPMRT_STATE_DIR")
     if explicit:
         return Path(explicit)
@@ -60,7 +60,7 @@ def notify_socket() -> str | None:
 
 
 def wants_parallel_transfer() -> bool:
-    """Tell whether huggingface_hub shall download at any price: `HF_XET_HIGH_PERFORMANCE`, its own variable."""
+    """Tell whether huggingface_hub shall take all bandwidth and cores: `HF_XET_HIGH_PERFORMANCE`, its own variable."""
     return os.environ.get("HF_XET_HIGH_PERFORMANCE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 

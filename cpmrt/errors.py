@@ -8,7 +8,7 @@ from reprlib import Repr
 
 class _Short(Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Python refuses to write out an integer of more than 4300 digits."""
+        """Return digits, or from 1000 bits on the number of bits: Python refuses to write more than 4300 digits."""
         return super().repr_int(x, level) if x.bit_length() < 1000 else f"an integer of {x.bit_length()} bits"
 
 
@@ -18,12 +18,12 @@ _SHORT.maxlist = 8
 
 
 def quoted(value: object) -> str:
-    """Make a name or value from a file a short printable piece of a message: escaped, cut where it is long."""
+    """Return a name or value that came from outside as a short printable text: escaped, and cut if it is long."""
     return _SHORT.repr(value)
 
 
 def reason_of(error: Exception) -> str:
-    """Return what is wrong without the path, which the message has already."""
+    """Return the text of an error without its file's path, which the message around it names already."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -102,7 +102,7 @@ class NonFiniteLogitsError(CpmrtError):
 
     @classmethod
     def of(cls, what: str) -> NonFiniteLogitsError:
-        """Return the error for numbers of the model; `what` names them, in the plural."""
+        """Return the error for numbers of the model that are not finite; `what` names them, in the plural."""
         fix = "look for NaN and infinity in the weights, or use dtype bfloat16 or float32: float16 ends at 65504"
         return cls(f"{what} are not finite", expected="numbers", actual="NaN or infinity", fix=fix)
 
@@ -112,17 +112,17 @@ class FormError(CpmrtError):
 
 
 class MaskError(FormError):
-    """What an answer under a grammar may sample was not found in time, or not obeyed: no fault of the grammar."""
+    """The mask of an answer under a grammar was not found in time, or not obeyed; the grammar is not at fault."""
 
     @classmethod
     def late(cls) -> MaskError:
-        """Return the error for a mask, or those of a tree, that the device has waited for in vain."""
+        """Return the error for a mask, or the masks of a tree, for which the device has waited in vain."""
         fix = "look for what stops this process for so long; close every LLM before it is left"
         return cls("the mask of a step was not there in time", expected="within 10 s", fix=fix)
 
     @classmethod
     def unexplained(cls, what: str) -> MaskError:
-        """Return the error for what can only come of a fault of this program."""
+        """Return the error for a failure `what` that only a fault of this program can cause."""
         return cls(what, fix="report this as a bug")
 
     @classmethod

@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from cpmrt.dtypes import F32, Array
 
 MAX_ROWS = 64
-"""Rows of a step at most, of one token each: sequences that decode together, nodes of a draft tree, rows of logits."""
+"""The most rows of a step, of one token each: sequences that decode together, nodes of a draft tree, rows of logits."""
 MAX_CERTAIN = 31
-"""Certain tokens that a slot brings in a step at most."""
+"""The most certain tokens that a slot brings to one step."""
 
 
 class Mask:
     """The tokens that one row of a step may sample: bit t % 8 of byte t // 8 of `bits` for token t, or None for all.
 
-    Tokens that a row may not sample have the logit -infinity, before anything else is done to it. What a row may sample
-    can depend on the token before it, so a step may be submitted while its mask is still empty; it is filled before
-    anybody waits for the step. `on_fill`, set by an executor that has launched such a step, is called with the bits.
+    Tokens that a row may not sample get the logit -infinity before the rest of the sampling chain. The tokens that a
+    row may sample can depend on the token before it, so a step may be submitted while its mask is still empty; the mask
+    is filled before anybody waits for the step. `on_fill`, set by an executor that has launched such a step, is then
+    called with the bits.
     """
 
     __slots__ = ("bits", "is_filled", "on_fill")
@@ -39,7 +40,7 @@ class Mask:
         self.on_fill: Callable[[bytes | None], None] | None = None
 
     def fill(self, bits: bytes | None) -> None:
-        """Say what the row may sample, once."""
+        """Set the tokens that the row may sample. Called once."""
         self.bits, self.is_filled = bits, True
         if self.on_fill is not None:
             self.on_fill(bits)
@@ -55,17 +56,18 @@ class Mask:
 
 
 Path = tuple[int, ...]
-"""The tokens that lead from the root of a drafted tree, the last token of its sequence, to one of its nodes."""
+"""The tokens from below the root of a drafted tree, which is the last token of its sequence, down to a node."""
 MaskFailure = Literal["late", "cut", "nothing"]
 """Why a token could not be sampled under its mask: see `SlotResult`."""
 
 
 class TreeMasks:
-    """The tokens that the nodes of a drafted tree may sample: `bits` has those of each (as `Mask.bits`) by its path.
+    """The tokens that the nodes of a drafted tree may sample: `bits` maps each node's path to its mask (`Mask.bits`).
 
-    A node whose path is not there is cut, as if it had not been drafted; the root never is. What is drafted is known
-    when the draft has run: while somebody waits for the step, the executor asks (`of_nodes`), and `find` tells what is
-    left of all paths. What `find` can do before, `prepare` does while the draft runs.
+    A node whose path is missing in `bits` is cut, as if it had not been drafted; the root is never cut. The drafted
+    tokens are known only when the draft has run. Then, while somebody waits for the step, the executor calls
+    `of_nodes`, which passes all paths to `find`; `find` returns the masks of those that are left. `prepare` does the
+    part of this work that needs no drafted token, while the draft runs.
     `on_let_go`, set by an executor whose step is on its way, is called if nobody needs the step's tokens any more.
     """
 
@@ -81,15 +83,16 @@ class TreeMasks:
         self.on_let_go: Callable[[], None] | None = None
 
     def prepare(self) -> None:
-        """Find what depends on no node, while none is known yet. Only the first call does anything."""
+        """Do the work that depends on no drafted node, while none is known yet. Only the first call does anything."""
         prepare, self._prepare = self._prepare, None
         if prepare is not None and self.bits is None:
             prepare()
 
     def of_nodes(self, tokens: Sequence[int], parents: Sequence[int]) -> dict[int, bytes | None]:
-        """Return by its number what each node that is left may sample.
+        """Return the masks of the nodes that are left (not cut), by the node's number.
 
-        Node 0 is the root, and a parent goes before its children; of a node that is not there it is -1.
+        `tokens` has the token of each node, `parents` the number of its parent. Node 0 is the root, and a parent goes
+        before its children; a node that does not exist has the parent -1.
         """
         paths: list[Path | None] = [()]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
@@ -102,7 +105,7 @@ class TreeMasks:
         return {node: bits[path] for node, path in enumerate(paths) if path is not None and path in bits}
 
     def let_go(self) -> None:
-        """Have the step sample anything, once: its result does not count."""
+        """Let the step sample anything, as its result does not count. No effect if the masks are known already."""
         if self.bits is None:
             self.bits = {(): None}
             if self.on_let_go is not None:
@@ -121,9 +124,9 @@ class Admit:
 
     `max_new_tokens` and `stop_token_ids` are resolved values: the executor finishes the sequence by them alone.
     `seed` is a 64-bit integer, the Philox key of every token of the sequence. `block_table` has the number of the KV
-    page for each run of `page_size` positions that the sequence may reach; empty: the slot's table stays as it is, at
-    first its own run of pages. Where sequences have a state beside their pages, it begins as that of `snapshot`, which
-    a `Keep` step wrote; None: at zero.
+    page for each run of `page_size` positions that the sequence may reach; if it is empty, the slot's table stays as it
+    is (before the first table it names the slot's own run of pages). If sequences have a state beside their pages, it
+    begins as a copy of `snapshot`, which a `Keep` step wrote, or at zero (None).
     """
 
     slot: int
@@ -145,7 +148,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Prompt tokens whose keys and values are in the slot's pages already: they only count for the penalties."""
+    """Note prompt tokens whose keys and values are in the slot's pages already: they only count for the penalties."""
 
     slot: int
     token_ids: tuple[int, ...]
@@ -160,17 +163,17 @@ class Prefill:
     position: int
     is_last: bool
     mask: Mask | None = None
-    """What the first token may be; None: anything."""
+    """The mask of the first token; None: it may be any token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One more token for each slot. `masks`: of each, or none at all if every slot may sample any token.
+    """Generate one more token for each slot. `masks` has a mask for each; it is empty if all may sample any token.
 
-    `certain`: the tokens of each slot that come for certain before the one that is sampled, MAX_CERTAIN at most, or
-    none at all. A step has a row for each slot and a row for each of these tokens. They count as generated, and leave
-    what they would have left had they been sampled one by one, to the bit. The slot's result has them and the token
-    behind them; none of them ends the sequence.
+    `certain` has the certain tokens of each slot, which come before the one that is sampled, MAX_CERTAIN at most; it is
+    empty if no slot has any. A step has a row for each slot and a row for each certain token. Certain tokens count as
+    generated, and leave every state as if they had been sampled one by one, to the bit. The slot's result has them and
+    the sampled token behind them; no certain token ends the sequence.
     """
 
     slots: tuple[int, ...]
@@ -180,7 +183,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Speculate:
-    """Draft, verify and accept: one token or more for each slot. `shape`: which of `ExecutorLimits.tree_shapes`.
+    """Draft, verify and accept one token or more for each slot. `shape` is an index into `ExecutorLimits.tree_shapes`.
 
     Any mix of `Decode` and `Speculate` steps gives the same tokens.
     """
@@ -188,7 +191,7 @@ class Speculate:
     slots: tuple[int, ...]
     shape: int = 0
     masks: TreeMasks | None = None
-    """What the nodes of a step of one slot may sample; None: anything."""
+    """The masks of the nodes, in a step of one slot only; None: nodes may sample any token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +217,12 @@ class TokenLogprobs:
 # Results are not frozen: that makes a dataclass take three times as long to construct, and a step has one for each row.
 @dataclass(slots=True)
 class SlotResult:
-    """What one step produced for one slot: no tokens if the sequence had finished before.
+    """The result of one step for one slot. It has no tokens if the sequence had finished before.
 
-    `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity, so that none could be
-    sampled there. `mask_failure`: they could not be sampled under their mask, which was "late"; had been left out, as
-    its drafted node had been "cut"; or left "nothing", every token that it allows having the logit -infinity. In all
-    these cases the executor has finished the sequence, as after an end token.
+    `non_finite`: the logits behind these tokens hold NaN or +infinity, or nothing but -infinity, so that no token could
+    be sampled there. `mask_failure` says why no token could be sampled under the mask: it came too "late"; the drafted
+    node had been "cut", so that it had none; or it left "nothing", every token that it allows having the logit
+    -infinity. In all these cases the executor has finished the sequence, as after an end token.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -230,21 +233,22 @@ class SlotResult:
 
 @dataclass(slots=True)
 class StepResult:
-    """One entry for each slot of the step, in its order (`Admit`, `Keep`, `Recall` and `Release` have none)."""
+    """The results of a step, one for each of its slots in order; `Admit`, `Keep`, `Recall` and `Release` have none."""
 
     slots: tuple[SlotResult, ...] = ()
     num_rescored: int | None = field(default=None, compare=False)
-    """Of a step whose output head was screened, the tokens whose logits were computed exactly; else None."""
+    """The number of tokens whose logits were computed exactly, if the step screened its output head; else None."""
 
 
 class Pending(Protocol):
     """A submitted step. `wait` blocks until it is done; it may be called again and gives the same result.
 
-    It raises MaskError if nobody has asked for so long that the nodes of a drafted tree have no masks in time.
+    Both methods raise MaskError if nobody has called either for so long that the masks of a drafted tree's nodes, which
+    are found during these calls, come too late.
     """
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once. Asked again and again, it raises what `wait` would raise."""
+        """Whether `wait` would return at once. Raises what `wait` would raise, so that polling it is enough."""
         ...
 
     def wait(self) -> StepResult: ...
@@ -252,7 +256,7 @@ class Pending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """Where the seconds of a Speculate step go: draft passes, the target's pass over the tree, and everything else."""
+    """The seconds of a Speculate step by part: the draft's passes, the target's pass over the tree, everything else."""
 
     draft_s: float
     verify_s: float
@@ -261,26 +265,26 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorLimits:
-    """What the engine must respect when it makes steps."""
+    """The limits and abilities of an executor, which the engine must respect when it makes steps."""
 
     max_sequences: int
-    """Slots; a Decode step has at most this many rows."""
+    """The number of slots, and so the most sequences of a Decode step."""
     max_context: int
-    """Tokens (prompt and generated) one sequence may hold."""
+    """The most tokens (prompt and generated) of one sequence."""
     prefill_chunk: int
-    """Most tokens of one Prefill step."""
+    """The most tokens of one Prefill step."""
     run_ahead: int = 1
-    """Steps that may be in flight at once."""
+    """The most steps that may be in flight at once."""
     tree_shapes: tuple[TreeShape, ...] = ()
-    """Trees that a Speculate step may verify; none: the executor only decodes."""
+    """The shapes of tree that a Speculate step may verify; empty: the executor only decodes."""
     step_seconds: tuple[float, ...] = ()
-    """Seconds of a Decode step of one row, then a Speculate step of each shape, measured at start; empty: unknown."""
+    """Seconds of a Decode step of one row, then of Speculate steps of each shape, measured at start; empty: unknown."""
     several_seconds: tuple[tuple[int, tuple[float, ...]], ...] = ()
-    """The same of steps of several slots, for numbers of them in ascending order; infinite: not taken by that shape."""
+    """Pairs (number of slots, `step_seconds` of such steps), ascending; infinite: the shape does not take so many."""
     step_parts: tuple[StepParts, ...] = ()
-    """Where the seconds of a Speculate step of each shape go; empty: unknown."""
+    """The parts of the seconds of a Speculate step of each shape; empty: unknown."""
     max_logit_bias: int = 0
-    """Most entries of a request's logit_bias; 0: the executor has none."""
+    """The most entries of a request's logit_bias; 0: the executor takes none."""
     num_pages: int = 0
     """KV pages that block tables may name, enough for `max_sequences` of `max_context` tokens; 0: tables are fixed."""
     page_size: int = 64
@@ -288,31 +292,31 @@ class ExecutorLimits:
     takes_masks: bool = False
     """Whether rows may have a `Mask`."""
     certain_rows: int = 0
-    """Rows of a Decode step at most where slots bring certain tokens; 0: none do."""
+    """The most rows of a Decode step to which slots bring certain tokens; 0: they may not bring any."""
     row_sizes: tuple[int, ...] = ()
-    """Numbers of rows, ascending: a Decode step costs about as much as one of the next of these. Empty: unknown."""
+    """Numbers of rows, ascending; a Decode step costs about as much as one with the next of these. Empty: unknown."""
     max_drafting: tuple[int, ...] = ()
-    """Slots of a Speculate step of each shape at most; empty: one."""
+    """The most slots of a Speculate step, for each shape; empty: one."""
     takes_tree_masks: bool = False
     """Whether Speculate steps may have `TreeMasks`."""
     remakes_answers: bool = False
-    """Whether prompts are so fast that answers may be computed again, as prompts, while nothing else is to do."""
+    """Whether prompts are fast enough to compute answers again, as prompts, while nothing else is to be done."""
     num_snapshots: int = 0
-    """States that `Keep` may write. 0: a sequence is its pages alone, and every prefix of pages can be resumed;
-    otherwise only one whose state was kept."""
+    """The number of snapshots that `Keep` may write. 0: sequences have no state beside their pages, so that a prompt
+    can go on from any prefix of pages; otherwise only from a prefix whose state was kept."""
 
     @property
     def num_draft(self) -> int:
-        """Positions past the last token that a step may write at; 0: the executor only decodes."""
+        """The most positions past the last token that a step may write to; 0: the executor only decodes."""
         return max((shape.num_reserved for shape in self.tree_shapes), default=0)
 
     def shapes_for(self, num_slots: int) -> tuple[int, ...]:
-        """Return the shapes of which a Speculate step takes so many slots."""
+        """Return the indices of the shapes whose Speculate steps take `num_slots` slots."""
         most = self.max_drafting or (1,) * len(self.tree_shapes)
         return tuple(shape for shape, at_most in enumerate(most) if num_slots <= at_most)
 
     def seconds_for(self, num_slots: int) -> tuple[float, ...]:
-        """Return the `several_seconds` of steps of so many slots: of the next number that is known; empty: unknown."""
+        """Return the `several_seconds` of the smallest known number that is at least `num_slots`; empty: unknown."""
         return next((seconds for count, seconds in self.several_seconds if num_slots <= count), ())
 
 
@@ -325,19 +329,18 @@ class Executor(Protocol):
     def submit(self, step: Step) -> Pending: ...
 
     def prompt_logits(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
-        """Logits of every position, chunk after chunk of shape [chunk, V], through the pages of a free slot.
+        """Yield the logits of every position, chunk after chunk: float32 [chunk, V].
 
-        `block_table` as in `Admit`.
+        The prompt runs in a free slot and its pages; `block_table` as in `Admit`.
         """
         ...
 
     def prompt_states(self, slot: int, token_ids: tuple[int, ...], block_table: tuple[int, ...] = ()) -> Iterator[F32]:
-        """Outputs of the final norm at every position, chunk after chunk of shape [chunk, H]; else as `prompt_logits`.
-        """
+        """Yield the outputs of the final norm at every position, float32 [chunk, H], else as `prompt_logits`."""
         ...
 
     def read_pages(self, pages: Sequence[int]) -> dict[str, Array]:
-        """Return what KV pages hold after all steps so far: for each cache an array [layers, pages, ...] of the host.
+        """Return what KV pages hold after all steps so far: for each cache a host array [layers, pages, ...].
 
         A draft's caches are among them.
         """

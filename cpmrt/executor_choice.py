@@ -1,4 +1,4 @@
-"""Picks what runs a model: a GPU, or NumPy. Only what is picked is imported."""
+"""Picks the executor of a model, that of a GPU or that of NumPy, and imports only the one that is picked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpmrt.collector import no_collections
 from cpmrt.config import EngineConfig
 from cpmrt.errors import NoDeviceError
 
-# `begin_device` runs before these are imported: that takes as long as the driver needs for what it begins.
+# Imported for types only: `begin_device` must run before these, whose import takes as long as what it begins.
 if TYPE_CHECKING:
     from cpmrt.executor import Executor
     from cpmrt.memory.plan import MemoryPlan
@@ -21,15 +21,17 @@ T = TypeVar("T")
 
 
 class Assembly(Protocol):
-    """What the module `assembly` of an executor offers."""
+    """The functions that the module `assembly` of each executor offers."""
 
     def fetch_weights(self, folder: ModelFolder, settings: EngineConfig) -> None: ...
     def open_executor(self, folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]: ...
 
 
 def begin_device(settings: EngineConfig) -> None:
-    """Begin what takes long before `on_executor` can run and needs no model. Waits for nothing, raises nothing; without
-    CuPy the device stays as it is."""
+    """Begin to create the GPU's context in a thread: it takes long, `on_executor` needs it, and it needs no model.
+
+    Waits for nothing and raises nothing. Does nothing for the NumPy executor, and without CuPy.
+    """
     if settings.executor != "reference" and find_spec("cupy") is not None:
         from cpmrt.cuda.driver.context import begin_context
 
@@ -37,8 +39,9 @@ def begin_device(settings: EngineConfig) -> None:
 
 
 def on_executor(folder: ModelFolder, settings: EngineConfig, run: Callable[[Assembly], T]) -> T:
-    """Call `run` with a GPU's assembly if one can be used and nothing else was asked for; with NumPy's by wish, or for
-    the bundled model. Raises NoDeviceError.
+    """Return what `run` makes of the assembly of the executor that `settings` ask for.
+
+    "auto" is a GPU if one can be used; else NumPy, but for the bundled model only. Raises NoDeviceError.
     """
     if settings.executor == "reference":
         return run(_assembly("reference"))

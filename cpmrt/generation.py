@@ -1,4 +1,4 @@
-"""Text out of the engine's tokens: pieces as they come, the end at a stop string, the whole when it is done."""
+"""Turns the engine's tokens into text: pieces as they come, up to a stop string, and the whole answer at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cpmrt.tool_use.calls import Call
 # Not frozen: that makes a dataclass take three times as long to construct, and there is one for each token.
 @dataclass(slots=True)
 class Piece:
-    """The text and the tokens that one step added. The text lags while a character or a stop string is incomplete."""
+    """The text and tokens that one step added. Text is held back while a character or a stop string is incomplete."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class AnswerText:
         self._detokenizer = Detokenizer(tokenizer, request.prompt_ids, shown_ids) if tokenizer else None
         self._stop = StopStrings(request.stop)
         self.num_tokens = 0
-        """Tokens of all pieces."""
+        """The number of tokens of all pieces so far."""
         self.is_over = False
         """True after a stop string, which the last token of the last piece completed."""
 
@@ -65,7 +65,7 @@ class AnswerText:
         return self._stop.hit
 
     def push(self, result: SlotResult) -> Piece:
-        """Return the tokens of a result, none after one that completes a stop string, and the text to show now."""
+        """Return a piece: the tokens of a result, up to one that completes a stop string, and the text to show now."""
         detokenizer, text, count = self._detokenizer, "", len(result.token_ids)
         if detokenizer is not None:
             for number, token in enumerate(result.token_ids, 1):

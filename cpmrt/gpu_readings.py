@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _JETSON_GPUS = ("gpu", "ga10b", "gv11b", "gp10b")
-"""Parts of the GPU's name: on Orin and Thor, then in older kernels on Orin, Xavier and TX2."""
+"""Parts of the GPU's name in sysfs: on Orin and Thor, then those of older kernels on Orin, Xavier and TX2."""
 
 Reader = Callable[[], float]
 
@@ -127,7 +127,7 @@ class Nvml:
         return float(nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1000
 
     def _throttle_bits(self) -> float:
-        """Read the throttle reasons. Drivers before 535 know the call by its first name only."""
+        """Read the throttle reasons. Drivers before 535 have the call under its older name only."""
         nvml = self._nvml
         try:
             return float(nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))

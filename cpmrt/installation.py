@@ -17,7 +17,7 @@ EXTRAS = {
     "server": ("starlette", "uvicorn", "httptools", "prometheus_client"),
     "modelscope": ("modelscope_hub",),
 }
-"""The packages that the commands of an extra import."""
+"""The packages of each extra that commands need, by the names under which Python imports them."""
 
 
 def missing_packages(extra: str) -> list[str]:
@@ -74,7 +74,7 @@ def reinstall() -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """Return the requirements of an extra besides cpmrt's own, which are those of ''.
+    """Return the requirements that an extra adds to cpmrt's own, or with '' cpmrt's own.
 
     There are none where cpmrt is not installed.
     """

@@ -1,4 +1,4 @@
-"""Turns what callers pass into jobs for a shared engine, once all of it is checked."""
+"""Checks the prompts, messages and settings that callers pass, and turns them into jobs for a shared engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Tool = Mapping[str, Any]
 Pooling = Literal["mean", "last"]
 
 Numbers = Iterator[int]
-"""Numbers of requests, of which the seeds of those that bring none are made."""
+"""Numbers of requests: the seed of a request without one is made of its number."""
 
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _TokensOf = Callable[[Sequence[Message]], list[int]]
@@ -48,7 +48,7 @@ _ChunkReader = Callable[[int, tuple[int, ...], tuple[int, ...]], Iterator[F32]]
 
 @dataclass
 class JobMaker:
-    """Makes jobs for the model that `engine` runs. `seed` is that of requests which bring none. For any thread."""
+    """Makes jobs for the model that `engine` runs, in any thread. Requests without a seed get one made of `seed`."""
 
     engine: Engine
     config: ModelConfig
@@ -57,13 +57,13 @@ class JobMaker:
     sampling_defaults: SamplingDefaults
     seed: int
     on_chat: Callable[[Sequence[int], Sequence[Message], _TokensOf], None] | None = None
-    """Called with each prompt of a chat before it is returned, its messages, and what gives the tokens of others."""
+    """Called with each chat's token ids before they are returned, its messages, and a tokenizer of other messages."""
     _numbers: Numbers = field(default_factory=count)
 
     def numbers(self, prompts: Sized | None, params: SamplingParams | Sequence[SamplingParams] | None) -> Numbers:
-        """Take the numbers of requests without seeds that are made later, of one or of one for each of `prompts`.
+        """Take numbers for requests that are made later and lack a seed: one request, or one for each of `prompts`.
 
-        So they do not depend on which of several threads makes its requests first.
+        Taken in advance, they do not depend on which of several threads makes its requests first.
         """
         each = params if isinstance(params, (list, tuple)) else [params] * (1 if prompts is None else len(prompts))
         taken = [next(self._numbers) for own in each if getattr(own, "seed", None) is None]
@@ -72,10 +72,10 @@ class JobMaker:
     def request(
         self, prompt: Prompt, params: SamplingParams, num_begun: int = 0, *, numbers: Numbers | None = None
     ) -> Request:
-        """Return what the engine takes: token ids, sampling, length, end tokens and seed made definite.
+        """Return the engine's request for a prompt: token ids, sampling, length, end tokens and seed made definite.
 
-        The last `num_begun` tokens of the prompt are of the answer, which goes on behind them. A request without a seed
-        takes the next of `numbers`, or else of all. Raises RequestError.
+        The last `num_begun` tokens of the prompt belong to the answer, which goes on behind them. A request without a
+        seed takes the next of `numbers`, or without these the next of this object's own. Raises RequestError.
         """
         if not isinstance(params, SamplingParams):
             raise RequestError(
@@ -97,7 +97,7 @@ class JobMaker:
             params.with_defaults(own),
             seed % 2**64,
             tuple(sorted({*params.stop_token_ids, *end_ids})),
-            # Without room for one token the engine refuses the request, with figures.
+            # At least 1: without room for one token the engine itself refuses the request, with figures.
             params.max_new_tokens or max(1, self.engine.limits.max_context - len(ids)),
             tuple(params.stop),
             params.loop_repeats,
@@ -109,12 +109,12 @@ class JobMaker:
     def calling(
         self, params: SamplingParams, tools: Sequence[Tool], called: Sequence[str], *, one_call: bool = False
     ) -> SamplingParams:
-        """Return settings under which an answer calls one of the tools named `called`, or several.
+        """Return settings that make an answer call one or more of the tools named `called`; only one with `one_call`.
 
-        If none is named the answer is free until it begins to call one of the tools, and a JSON schema leaves room for
-        calls. Settings stay as they are where a free answer cannot be bound: without llguidance, for an executor
-        without masks, and for tools that no grammar can have. The model may call those all the same, as well as it can.
-        Raises RequestError.
+        If none is named the answer is free until it begins to call one of the tools, and an answer with a JSON schema
+        may be calls instead. Settings are returned unchanged where no grammar can bind the calls of a free answer:
+        without llguidance, for an executor without masks, and for tools that no grammar can describe. The model may
+        call such tools all the same, but nothing makes its calls valid. Raises RequestError.
         """
         if called and params.form is not None:
             raise RequestError("tool_choice", expected="no other form of the answer", actual=params.form.kind)
@@ -133,7 +133,7 @@ class JobMaker:
     def _bound(
         self, params: SamplingParams, tools: Sequence[Tool], called: Sequence[str], *, one_call: bool, is_free: bool
     ) -> SamplingParams:
-        """Return settings with a grammar of calls, which has been compiled; with `is_free` it begins with a call."""
+        """Return settings with a compiled grammar of calls; with `is_free` it applies from the start of a call on."""
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="leave out tool_choice")
         schemas = {name: schema for name, schema in schemas_of(tools).items() if name in called or not called}
@@ -150,7 +150,7 @@ class JobMaker:
         return bound
 
     def may_offer(self, tools: Sequence[Tool], called: Sequence[str]) -> bool:
-        """Tell whether the model hears of these tools, or need not since a grammar makes it call those named."""
+        """Tell whether the model can call these tools: the template shows them, or a grammar forces `called`."""
         return not tools or bool(called) or self.chat_template is None or self.chat_template.takes_tools
 
     def choices(
@@ -309,7 +309,7 @@ class JobMaker:
         return tuple(int(token) for token in ids)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        """Raise RequestError for ids that the model does not have, as those of another tokenizer are."""
+        """Raise RequestError for ids beyond the model's vocabulary, such as those of another tokenizer."""
         for token in ids:
             if token >= self.config.vocab_size:
                 expected = f"ids in [0, {self.config.vocab_size})"
@@ -343,7 +343,7 @@ class JobMaker:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What compiles the forms that requests give their answers."""
+        """The compiler of the forms that requests give their answers."""
         assert self.tokenizer is not None
         return Grammars(self.tokenizer, self._end_token_ids())
 
@@ -357,7 +357,7 @@ class JobMaker:
 
     @cached_property
     def _closings(self) -> dict[str, tuple[int, ...]]:
-        """The tokens that close a thought, which the first request with a budget for thoughts finds out."""
+        """The tokens that close a thought, found out for the first request with a budget for thoughts."""
         assert self.tokenizer is not None
         return closings(self.tokenizer, self.chat_template)
 
@@ -378,7 +378,7 @@ def are_conversations(messages: object) -> TypeGuard[Sequence[Sequence[Message]]
 
 
 def _check_switch(name: str, value: object) -> None:
-    """Raise RequestError for what is not a bool: "false" would count as true."""
+    """Raise RequestError for a value that is not a bool: the text "false" would count as true."""
     if not isinstance(value, bool):
         raise RequestError(name, expected="True | False", actual=quoted(value))
 

@@ -1,4 +1,4 @@
-"""Keyword arguments that there are not: an error names the nearest that there is."""
+"""Errors for unknown keyword arguments, which name the nearest known one."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _ELSEWHERE = {
     "speculative_model": "draft",
     "torch_dtype": "dtype",
 }
-"""Names that other programs have for the same thing."""
+"""Names of arguments in other programs -> the names of the same arguments here."""
 
 
 def checks_keywords(hints: Mapping[str, str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have a function raise ArgumentError for a keyword argument that it has not, with the nearest name that it has.
+    """Return a decorator: the function raises ArgumentError for an unknown keyword, naming the nearest known one.
 
-    `hints` say of further names what to do instead.
+    `hints` has advice for further names, such as those of arguments that belong elsewhere.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -57,7 +57,7 @@ def checks_keywords(hints: Mapping[str, str] | None = None) -> Callable[[Callabl
 
 
 def checks_fields(cls: type[C]) -> type[C]:
-    """Have a dataclass raise ArgumentError for a field that it has not."""
+    """Have a dataclass raise ArgumentError for an unknown field, as `checks_keywords` does."""
     setattr(cls, "__init__", checks_keywords()(cls.__init__))  # noqa: B010 - a checker lets nobody assign it
     return cls
 

@@ -18,7 +18,7 @@ from cpmrt.errors import ConfigError, CpmrtError, quoted
 from cpmrt.executor_choice import begin_device
 from cpmrt.keywords import checks_keywords
 
-# A start has the driver create its context while it imports the rest, which takes as long (`LLM.__init__`).
+# Imported for types only: `LLM.__init__` has the driver create its context while it imports these, which takes as long.
 if TYPE_CHECKING:
     from cpmrt.engine import Engine, Request
     from cpmrt.engine.engine import StepListener
@@ -34,7 +34,7 @@ SAMPLING_HINTS = {
     **{each.name: f"pass params=SamplingParams({each.name}=...)" for each in fields(SamplingParams)},
     "stream": "use llm.stream(prompt), or llm.stream(llm.chat_prompt(messages))",
 }
-"""What to do about arguments that belong elsewhere."""
+"""Advice for keyword arguments that belong elsewhere, by their names."""
 
 
 class LLM:
@@ -47,12 +47,12 @@ class LLM:
     demo model. `executor`: "auto", "cuda" or "reference" (NumPy). `dtype` of weights, KV and activations: "auto"
     (the checkpoint's), "bfloat16", "float16", "float32". `max_context` in tokens and `memory_budget` in bytes (or
     such as "8GiB") bound the memory plan (None: the model's own context, what is free). `lm_head_bits` 8 or 4
-    rounds the output head to that many bits; with `lm_head_screen` a GPU reads an 8-bit copy of it and few rows of its
-    own, for the same tokens. `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.Fp8Pages`), those of a draft's own
-    layers in 16. `prefix_cache` spares a prompt what an earlier one that began alike has computed already, and changes
-    no bit. "fast" reuses what decode steps have written too, so that the next turn of a chat computes only its new
-    part; a prefill would round that a little differently. `prefix_dir` is a folder that keeps what long system messages
-    have cost from one start to the next (`cpmrt.prefixes`).
+    rounds the output head to that many bits; with `lm_head_screen` a GPU reads an 8-bit copy of the head and only few
+    rows of the head itself, for the same tokens. `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.Fp8Pages`),
+    those of a draft's own layers in 16. `prefix_cache` lets a prompt reuse what an earlier one that began alike has
+    computed, and changes no bit. "fast" reuses what decode steps have written too, so that the next turn of a chat
+    computes only its new part; a prefill would round that a little differently. `prefix_dir` is a folder that keeps the
+    keys and values of long system messages from one start to the next (`cpmrt.prefixes`).
 
     `draft` makes decoding faster and changes no token: a folder or hub id of an EAGLE or DSpark draft or of a smaller
     model with the same tokenizer, the name of a folder within the model's own, or "lookup", which needs no model.
@@ -64,7 +64,7 @@ class LLM:
     accepted a drafted token must be), method (`config.speculate_argument`) and simulate_accept, for benchmarks on
     random weights: a draft step then gives that many tokens on average, and the text means nothing.
 
-    `load_format="dummy"` fills the config with random weights. They and seeds that requests lack derive from `seed`.
+    `load_format="dummy"` draws random weights for the config. They and seeds that requests lack derive from `seed`.
     `revision` is a branch, tag or commit of a hub. `hf_overrides` replace keys of config.json. `sparse`: "auto"
     (block-sparse attention if config.json has a sparse_config), "off", or fields of it that replace those of
     config.json or the defaults, such as {"topk": 32}, {}. A step computes at most `prefill_chunk` tokens of a prompt.
@@ -136,7 +136,7 @@ class LLM:
         from cpmrt.prefixes.prefixes import Prefixes
         from cpmrt.sharing.shared_engine import SharedEngine
 
-        # Nothing here refers back to the LLM, which so is gone, with its memory, when nobody refers to it.
+        # Nothing here refers back to the LLM, so that its memory is freed as soon as nobody refers to it any more.
         loaded, shared = self._loaded, SharedEngine(engine, self.tokenizer)
         prefixes = Prefixes(loaded.folder, loaded.settings, loaded.plan, shared)
         self._shared, self._prefixes = shared, prefixes
@@ -269,7 +269,7 @@ class LLM:
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, ready for `stream`; arguments as for `chat`. May wait with a `prefix_dir`.
+        """Return the token ids of a conversation, for `stream`; arguments as for `chat`. May wait with a `prefix_dir`.
 
             >>> llm.stream(llm.chat_prompt([{"role": "user", "content": "Hi"}], enable_thinking=False))
         """
@@ -284,7 +284,7 @@ class LLM:
 
     @checks_keywords()
     def logits(self, prompt: Prompt) -> F32:
-        """Logits at every position: float32 [T, V], in the model's vocabulary order. Waits for a slot.
+        """Return the logits at every position: float32 [T, V], in the model's vocabulary order. Waits for a slot.
 
             >>> llm.logits("def f(").argmax(-1)
         """
@@ -292,7 +292,7 @@ class LLM:
 
     @checks_keywords()
     def score(self, prompt: Prompt) -> F32:
-        """Natural log-probability of each token after the first, given those before it: float32 [T - 1].
+        """Return the natural log-probability of each token after the first, given those before it: float32 [T - 1].
 
         Text begins with the tokenizer's BOS token if there is one. Waits for a slot. Raises NonFiniteLogitsError.
 
@@ -302,7 +302,7 @@ class LLM:
 
     @checks_keywords()
     def embed(self, prompt: Prompt | Prompts, *, pooling: Pooling = "mean", normalize: bool = True) -> F32:
-        """Embed a text as what the model's final norm gives: float32 [H], or [N, H] for a list of N texts.
+        """Embed a text from the outputs of the model's final norm: float32 [H], or [N, H] for a list of N texts.
 
         `pooling`: the "mean" of all positions, or the "last" token, which alone has seen the whole text. With
         `normalize` its length is 1. Waits for slots. Raises NonFiniteLogitsError where the model gives NaN or infinity.
@@ -318,41 +318,41 @@ class LLM:
 
     @checks_keywords(SAMPLING_HINTS)
     def request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """What the engine takes for this prompt, for servers and tools. Raises RequestError."""
+        """Return the engine's request for a prompt, for servers and tools. Raises RequestError."""
         return self.maker.request(prompt, params)
 
     @checks_keywords()
     def save_prefix(self, path: str | Path, prompt: Prompt) -> int:
-        """Write the keys and values of a prompt to a file, of whole pages of 64 tokens; return of how many tokens.
+        """Write the keys and values of a prompt's whole pages of 64 tokens to a file; return the number of tokens.
 
-        They are in memory then too. Raises PrefixError, RequestError, ContextLengthError.
+        The prefix cache has them then too. Raises PrefixError, RequestError, ContextLengthError.
         """
         return self._prefixes.save(path, self.maker.token_ids(prompt))
 
     @checks_keywords()
     def load_prefix(self, path: str | Path) -> int:
-        """Read a file of `save_prefix`, so that prompts that begin with its tokens begin behind them; return how many.
+        """Read a file of `save_prefix`, so that prompts that begin with its tokens skip them; return their number.
 
         Raises PrefixError (damaged, or of another model or settings), RequestError, ContextLengthError.
         """
         return self._prefixes.load(path)
 
     def prepare_next_turn(self) -> None:
-        """Compute the last answers once more, as prompts that begin with them would be, so that these find them.
+        """Compute the last answers once more, as a prompt computes them, so that the next turns find them in the cache.
 
-        A program calls it while a user reads or types, as servers and `cpmrt chat` do; else the next turn does.
+        A program calls it while a user reads or types, as servers and `cpmrt chat` do; else the next turn does it.
         It has no effect with `prefix_cache="fast"` and on the NumPy executor.
         """
         self._shared.remake_answers()
 
     @property
     def plan(self) -> MemoryPlan:
-        """What was allocated, part by part; `str(plan)` is a table."""
+        """The memory plan: everything that was allocated, part by part; `str(plan)` is a table."""
         return self._loaded.plan
 
     @property
     def executor(self) -> Executor:
-        """What carries out the steps, for tools that drive it themselves; it is closed with this object."""
+        """The executor, which carries out the steps, for tools that drive it themselves; closed with this object."""
         return self.engine.executor
 
     @property
@@ -362,12 +362,12 @@ class LLM:
 
     @property
     def shared(self) -> SharedEngine:
-        """What runs the jobs of all threads, for a server."""
+        """The shared engine, which runs the jobs of all threads, for a server."""
         return self._shared
 
     @property
     def max_context(self) -> int:
-        """Tokens a sequence may hold, prompt and new ones together."""
+        """The most tokens of a sequence, prompt and new ones together."""
         return self.engine.limits.max_context
 
     def close(self) -> None:

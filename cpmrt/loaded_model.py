@@ -19,7 +19,7 @@ from cpmrt.weights.model_folder import ModelFolder
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What `LLM` runs. `settings` are those that were asked for, with what the draft makes of them."""
+    """The parts of a model that `LLM` runs. `settings` are those that were asked for, with those of the draft added."""
 
     folder: ModelFolder
     settings: EngineConfig

@@ -1,7 +1,7 @@
-"""The one opening: from a model's folder and the settings to a blueprint, which every executor and command builds on.
+"""Opens a model: makes a blueprint of its folder and the settings, on which every executor and command builds.
 
 A blueprint says how the weights of a model and of its draft will be held, where they come from, and what memory a
-context needs. It takes no memory of a device. What an executor adds of its own is a `Target`.
+context needs. It takes no memory of a device. The part that depends on the executor comes from its `Target`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.repository import has_weights
 
 Parts = tuple[tuple[tuple[TensorSpec, ...], Checkpoint | None], ...]
-"""Weights, with the checkpoint that they are read from; None: they are random."""
+"""Groups of weights, each with the checkpoint that they are read from; None: they are random."""
 
 
 class Target(Protocol):
-    """What an executor adds to the files: the types and sizes of what it keeps."""
+    """The part of a blueprint that an executor decides: the types and sizes of what it keeps."""
 
     def dtype(self, config: ModelConfig, settings: EngineConfig) -> DType:
         """Return the storage type of weights, keys, values and activations. Raises ConfigError."""
@@ -39,7 +39,7 @@ class Target(Protocol):
 
     @property
     def itemsize(self) -> int:
-        """Bytes that an element of that type takes in the arena."""
+        """Bytes that an element of the storage type takes in the arena."""
         ...
 
     def check(self, config: ModelConfig, settings: EngineConfig) -> None:
@@ -49,9 +49,9 @@ class Target(Protocol):
     def held(
         self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
     ) -> tuple[TensorSpec, ...]:
-        """Return the weights of a checkpoint as the executor can hold them, those that it cannot in 16 bits.
+        """Return weights as the executor will hold them: in 16 bits those in a format that it cannot hold.
 
-        Of a target the `checkpoint` is known, if there is one, and the `dtype` that it will run in.
+        For the target model, not for a draft, the caller passes its `checkpoint`, if there is one, and its `dtype`.
         """
         ...
 
@@ -64,7 +64,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model as a target will hold it. `parts` say what is read from where, empty where nothing will be loaded."""
+    """A model as an executor will hold it. `parts` say what is read from where; empty if nothing will be loaded."""
 
     config: ModelConfig
     settings: EngineConfig
@@ -85,12 +85,12 @@ class Blueprint:
 
     @property
     def position_limit(self) -> int:
-        """The context that was asked for, in tokens. Raises ConfigError."""
+        """The context that was asked for, or the model's own, in tokens. Raises ConfigError."""
         return position_limit(self.config, self.settings)
 
     @cached_property
     def needs(self) -> ExecutorNeeds:
-        """What the target keeps beside the model's own buffers. Raises UnsupportedModelError."""
+        """The buffers that the executor keeps beside the model's own. Raises UnsupportedModelError."""
         return self.target.needs(self.config, self.settings, self.specs, self.draft)
 
     def plan(self, max_context: int) -> MemoryPlan:
@@ -109,9 +109,9 @@ class Blueprint:
 
 
 def fetch_weights(folder: ModelFolder, settings: EngineConfig, target: Target, budget: int) -> None:
-    """Fetch the weights of a hub's model that are not here, if by its config they can run and fit `budget` bytes.
+    """Fetch the weights of a model on a hub unless they are here, after checking that they can run in `budget` bytes.
 
-    Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError.
+    The check needs the config alone. Raises CheckpointError, ConfigError, UnsupportedModelError, MemoryPlanError.
     """
     if not folder.lacks_weights:
         return
@@ -160,8 +160,7 @@ def _check_layers(draft: Draft, settings: EngineConfig, target: Target) -> None:
 
 
 def _warn_of_lists(config: ModelConfig, limit: int) -> None:
-    """Warn where short texts are rotated otherwise than in transformers: LongRoPE's lists differ, the long one counts.
-    """
+    """Warn if LongRoPE rotates short texts by its long list; transformers rotates them by the short one."""
     rope = config.rope
     if rope.list_by == "context" and rope.mixes_lists(limit):
         original = rope.original_max_positions
@@ -182,10 +181,10 @@ def described(
     *,
     reads_weights: bool = True,
 ) -> Blueprint:
-    """Return the blueprint of a model that will not be loaded: weights that are not here need not be.
+    """Return the blueprint of a model that will not be loaded, whose weights need not be here.
 
-    Those that are here tell more than a config.json does: which layers are quantised, or ternary (`reads_weights`: of
-    the model). `draft` and `speculate` as `LLM` takes them.
+    Weights that are here are looked at, the model's only with `reads_weights`: they tell more than a config.json does,
+    such as which layers are quantised or ternary. `draft` and `speculate` as `LLM` takes them.
     """
     if reads_weights and settings.load_format != "dummy" and has_weights(folder.path):
         with Checkpoint.open(folder.path) as checkpoint:

@@ -11,7 +11,7 @@ from cpmrt.sharing.jobs import Generation, Job
 
 @contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[Job], None]]:
-    """Show on standard error how many of `total` generations have ended; yield what is to be called with each."""
+    """Show on standard error how many of `total` generations have ended; yield a function to call with each."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

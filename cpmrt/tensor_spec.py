@@ -1,4 +1,4 @@
-"""What a model needs, as data: weight tensors with the checkpoint tensors they are packed from, and buffers."""
+"""The tensors of a model as data: weights, with the checkpoint tensors they are packed from, and workspace buffers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Product = Literal["qkv", "residual", "gate_up", "head", "per_head"]
 """The product that a matrix takes part in: its kernel, the order of its rows, and so its packed layout.
 
 The small products of "per_head", one for each head of latent attention, take a matrix in 16 bits: one that a checkpoint
-holds quantised becomes so while it is loaded.
+holds quantised is turned into 16 bits while it is loaded.
 """
 
 PLAIN_HEAD_DIM = 16
-"""The `head_dim` of a "qkv" product whose rows are no heads and are stored as they are: it keeps their order."""
+"""The `head_dim` of a "qkv" product whose rows are not those of heads: with it they are stored in their own order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Packing:
 class Quantization:
     """How an executor holds a quantised weight [N, K]: codes of `bits` bits (2 where it is ternary, 4, or 8), a scale
     for every `group_size` columns, zero points unless `symmetric`, the order of the columns if `permuted`. `in_blocks`:
-    as the blocks of GGUF that its sources are, each with its own type."""
+    it is held as the GGUF blocks of its sources, each source with its own block type."""
 
     bits: int
     group_size: int
@@ -57,7 +57,7 @@ class Quantization:
 
 
 SCREEN = Quantization(8, 128)
-"""How the copy is held that screens an output head in 16 bits."""
+"""The form of the 8-bit copy that screens an output head in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +79,11 @@ class TensorSpec:
     """A weight as the executor holds it: the row-wise concatenation of `sources` (usually one).
 
     Without a `quant` it is held in 16 bits, whatever its sources are; with one, sources in 16 bits are rounded to it.
-    `product` is None for vectors, an embedding and a router, which are never quantised. `head_dim`: rows of a head,
-    whose two halves RoPE pairs, where the rows are those of heads. `part` is its row in the table of the memory plan.
-    `num_experts`: matrices of equal shape that are stacked in it, of which a token takes some; those of a "gate_up"
-    product are the gates of all, then the ups of all. `mapped_as`: no arena holds it; the executor reads its one
-    source, which is stored in this type, out of the mapped file.
+    `product` is None for vectors, an embedding and a router, which are never quantised. `head_dim` is the number of
+    rows of a head, whose two halves RoPE pairs, if the rows are those of heads. `part` is the weight's row in the table
+    of the memory plan. `num_experts` is the number of matrices of equal shape that are stacked in the weight, of which
+    a token takes some; a "gate_up" product has the gates of all experts, then the ups of all. With `mapped_as` the
+    weight is not in the arena: the executor reads its one source, which is stored in this type, from the mapped file.
     """
 
     name: str
@@ -101,14 +101,14 @@ class TensorSpec:
         return prod(self.shape)
 
     def parts(self) -> Iterator[tuple[Source, slice]]:
-        """Each source with the rows of the weight that it fills."""
+        """Yield each source with the rows of the weight that it fills."""
         first = 0
         for source in self.sources:
             yield source, slice(first, first + source.shape[0])
             first += source.shape[0]
 
     def num_bytes(self, itemsize: int) -> int:
-        """Bytes of all there is to read of it; `itemsize` = those of an element in 16 bits, and of a scale."""
+        """Return the bytes of the weight, its scales and zero points; 16-bit elements and scales have `itemsize`."""
         if self.quant is None:
             return self.num_elements * (self.mapped_as.itemsize if self.mapped_as else itemsize)
         if self.quant.in_blocks:

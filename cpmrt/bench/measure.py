@@ -42,8 +42,8 @@ class Measurement:
     the result, the engine and the benchmark's own clock; `host_us_p99` is the 99th percentile, in which the monitor's
     readings and Python's garbage collector show. `submit_us_per_step` is the part inside `Executor.submit`.
     `first_token_ms` is from a request to its first token. The spans are those of every repeat, in seconds of
-    `perf_counter`. Figures of draft steps are as in `GenerationStats`, over all sequences; with `is_simulated` they
-    were forced, and so is the decode rate.
+    `perf_counter`. Figures of draft steps are as in `GenerationStats`, over all sequences; with `is_simulated` the
+    accept lengths were forced, and so the decode rate is no measurement either.
     """
 
     case: Case
@@ -67,7 +67,7 @@ class Measurement:
     verify_ms: float | None = None
     rest_ms: float | None = None
     mean_rescored: float | None = None
-    """Tokens whose logits a step with a screened head computed exactly; None: every step read the whole head."""
+    """Mean number of tokens whose logits a step with a screened head computed exactly; None: no step screened it."""
     step_ms: list[float] = field(default_factory=list, repr=False)
     prefill_spans: list[Span] = field(default_factory=list, repr=False)
     decode_spans: list[Span] = field(default_factory=list, repr=False)
@@ -118,7 +118,10 @@ def measure(
 
 
 def _add_decode(result: Measurement, runs: list[_Run], step_bytes: Callable[[_Run, float | None], int]) -> None:
-    """Add the figures of decoding. `step_bytes`: what a step of a run reads, by how many tokens are rescored in it."""
+    """Add the figures of decoding.
+
+    `step_bytes(run, mean_rescored)` returns the bytes that a step of the run reads, as `work.decode_bytes` counts them.
+    """
     result.step_ms = sorted(seconds * 1e3 for run in runs for seconds in run.step_s)
     result.step_ms_p50 = median(result.step_ms)
     result.step_ms_p99 = _p99(result.step_ms)
@@ -132,7 +135,7 @@ def _add_decode(result: Measurement, runs: list[_Run], step_bytes: Callable[[_Ru
 
 
 def _read_bytes(run: _Run, step_bytes: Callable[[_Run, float | None], int]) -> int:
-    """Return what the decode steps of a run read: some may screen the head, and larger ones read it whole."""
+    """Return the bytes that a run's decode steps read: some may screen the head, larger steps read it whole."""
     screened = len(run.rescored)
     whole = (len(run.step_s) - screened) * step_bytes(run, None)
     return whole + (screened * step_bytes(run, mean(run.rescored)) if screened else 0)
@@ -149,8 +152,8 @@ class _Run:
     """One pass over a case, timed by when the result of each step arrives.
 
     An executor works in order, so the time from one result to the next is the later step's own, as long as the engine
-    keeps it busy. Decode counts from the moment every sequence has its first token until the first of them ends; the
-    steps that sequences make between the chunks of the next prompt count nowhere.
+    keeps it busy. Decode counts from the moment every sequence has its first token until the first of them ends. Decode
+    steps that run between the chunks of later prompts count nowhere.
     """
 
     def __init__(self, executor: Executor, requests: list[Request], *, adaptive: bool):
@@ -197,7 +200,7 @@ class _Run:
 def _requests(
     limits: ExecutorLimits, config: ModelConfig, case: Case, seed: int, temperature: float
 ) -> Iterator[Request]:
-    """Yield the requests of a case. Early ones get more tokens, for their steps while later prompts are read."""
+    """Yield the requests of a case. Earlier ones get more new tokens, as they decode while later prompts are read."""
     source, chunks = random.Random(seed), -(-case.prompt_tokens // limits.prefill_chunk)
     room = max(case.new_tokens, limits.max_context - case.prompt_tokens)
     for later in reversed(range(case.sequences)):
@@ -213,7 +216,7 @@ def _context(seq: Sequence) -> int:
 class _TimedExecutor:
     """An executor around another that times how long the host submits and how long it waits for results.
 
-    `waited_s` is all waiting together, `submit_s` has every submission of a decode step.
+    `waited_s` is the sum of all waits, `submit_s` has the seconds of every submission of a decode step.
     """
 
     def __init__(self, executor: Executor):

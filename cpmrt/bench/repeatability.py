@@ -1,4 +1,4 @@
-"""Whether the same request gives the same answer: prompts asked again, alone and together with others."""
+"""Checks whether the same request gives the same answer: asks prompts again, alone and together with others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ TEMPERATURES = (0.0, 0.8)
 _NEW_TOKENS = 64
 _CHARACTERS = (300, 1200)
 _RANDOM_TOKENS = (100, 400)
-"""Lengths of prompts, from and to: pieces of Python's argparse.py, or tokens where there is no tokenizer."""
+"""The least and the greatest length of prompts: in characters, for pieces of Python's argparse.py, or in tokens, where
+there is no tokenizer."""
 
 
 @dataclass(frozen=True)
 class Differing:
-    """How many answers differ from those to the same prompts asked first."""
+    """How many answers differ from the first ones to the same prompts: asked `again` alone, and all `together`."""
 
     temperature: float
     again: int
@@ -30,7 +31,8 @@ class Differing:
 def ask_again(llm: LLM, num_prompts: int, temperature: float) -> Differing:
     """Ask each prompt twice in a row, then all of them at once, as many together as the model takes.
 
-    Every prompt has a seed of its own. Other prompts that begin alike, and evicted pages, come about by themselves.
+    Every prompt has a seed of its own. Prompts that begin alike and evicted pages need no extra cases: they come about
+    by themselves.
     """
     prompts = _prompts(llm, num_prompts)
     params = [SamplingParams(_NEW_TOKENS, temperature=temperature, seed=seed) for seed in range(num_prompts)]

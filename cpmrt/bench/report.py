@@ -1,4 +1,4 @@
-"""The results of a benchmark as data: the JSON file is this, the table and the plot are drawn from it."""
+"""The results of a benchmark as data, which the JSON file has and which the table and the plot are drawn from."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PhaseReadings:
 
 @dataclass(frozen=True)
 class CaseReport:
-    """One case: its times, and the device meanwhile. Decoding uses `read_share` of the memory's read bandwidth."""
+    """The times of one case and the device's readings during it. Decoding uses `read_share` of the read bandwidth."""
 
     measurement: Measurement
     read_share: float | None

@@ -76,7 +76,7 @@ def run_benchmark(
 
 
 def _device() -> Device | None:
-    """Return the GPU if there is one; LLM says why not if it needs one."""
+    """Return the GPU, or None if there is none: `LLM` raises the reason if it needs one."""
     try:
         return open_device()
     except NoDeviceError:

@@ -1,4 +1,4 @@
-"""The readings of a monitor over time, and their means, reasons and energy over parts of that time."""
+"""The readings of a monitor over time, and their means, throttle reasons and energy over parts of that time."""
 
 from __future__ import annotations
 

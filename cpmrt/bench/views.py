@@ -33,7 +33,7 @@ _SHADES = {"prefill": "tab:orange", "decode": "tab:blue"}
 
 
 def summary(report: Report) -> str:
-    """Return two lines that say what ran on what."""
+    """Return two lines: the model, its settings and the device; then the figures that belong to no case."""
     device = report.device.get("name", "the CPU")
     driver = report.device.get("nvidia_driver")
     where = f"{device}, driver {driver}" if driver else device

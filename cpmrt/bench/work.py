@@ -1,4 +1,4 @@
-"""The least that a step must compute and read, to compare measured times with."""
+"""The least number of operations and bytes that a step needs, to compare measured times with."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def decode_bytes(
     """Return the bytes that a decode step of `rows` sequences reads: every weight, each sequence's keys and values, and
     each state twice, since it is written too.
 
-    With sparse attention these are the keys and values of the chosen blocks, and every compressed key. The embedding
-    table counts only where it is also the head; its few rows and all activations are left out. Of experts count as many
-    as `rows` rows can choose. `tensors` are the weights as they are held (None: as config.json says); those of a draft
-    do not count. `kv_bytes` are those of a token's keys and values (None: `itemsize` an element). Of a screened head
-    count its copy with a bound for each row, and `mean_rescored` rows (None: the whole head is read).
+    With sparse attention a step reads the keys and values of the chosen blocks, and every compressed key. The embedding
+    table counts only where it is also the head; its few rows and all activations are left out. As many experts count as
+    `rows` rows can choose. `tensors` are the weights as they are held (None: as config.json says); those of a draft do
+    not count. `kv_bytes` are the bytes of a token's keys and values (None: `itemsize` an element). A screened head
+    counts with its copy, a bound for each row and `mean_rescored` rows of its own (None: the whole head is read).
     """
     specs = tensors or weight_specs(config, EngineConfig())
     held = [spec for spec in specs if not spec.name.startswith(PREFIX)]
@@ -58,7 +58,7 @@ def decode_bytes(
 
 
 def _taken(config: ModelConfig, spec: TensorSpec, size: int, rows: int) -> int:
-    """Return the part of a weight's `size` that `rows` rows take: of experts as many as they can choose."""
+    """Return the part of a weight's `size` that `rows` rows use: of stacked experts, as many as they can choose."""
     mlp = config.mlp
     if not spec.num_experts or not isinstance(mlp, ExpertsMlp):
         return size
@@ -74,7 +74,7 @@ def _seen_tokens(config: ModelConfig, num_tokens: int) -> int:
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> int:
-    """Return the floating-point operations of a prompt, the head once."""
+    """Return the floating-point operations of a prompt, with the output head for its last token only."""
     attended = sum(_score_size(layer.mixer) for layer in config.layers) * _attention_flops(config, num_tokens)
     states = (mixer for layer in config.layers if isinstance(mixer := layer.mixer, LightningAttention))
     attended += num_tokens * sum(4 * mixer.width * mixer.head_dim for mixer in states)
@@ -82,13 +82,16 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> int:
 
 
 def _taken_elements(config: ModelConfig) -> int:
-    """Return the elements of the layers' matrices that a token is multiplied by: of experts those that it chooses."""
+    """Return the elements of the layers' matrices that a token is multiplied by: of experts only those it chooses."""
     matrices = (spec for spec in tensor_specs(config) if spec.part == "layers" and len(spec.shape) > 1)
     return sum(_taken(config, spec, spec.num_elements, 1) for spec in matrices)
 
 
 def _score_size(mixer: MixerConfig) -> int:
-    """Return the elements of queries and of values of a token, together halved: what a pair of tokens multiplies."""
+    """Return the mean width of a token's queries and its attention values, over all heads.
+
+    A pair of tokens costs 4 operations for each element. 0 for lightning attention, which attends to no pairs.
+    """
     if isinstance(mixer, GroupedAttention):
         return mixer.q_size
     if isinstance(mixer, LightningAttention):
@@ -101,7 +104,7 @@ def _score_size(mixer: MixerConfig) -> int:
 
 
 def _attention_flops(config: ModelConfig, num_tokens: int) -> int:
-    """Return the operations of one layer's attention for each query element, with those of the scores of blocks."""
+    """Return the operations of one layer's attention for each element of `_score_size`, scores of blocks included."""
     sparse = config.sparse
     if sparse is None:
         return 2 * num_tokens * (num_tokens + 1)

@@ -11,11 +11,11 @@ from cpmrt.deploy.relay import RoutedRequest
 
 MAX_PREFIXES = 100_000
 _SHORTEST = 256
-"""Bytes of a prompt: shorter ones are not worth a detour."""
+"""The least bytes of a prompt that is routed by its beginning: shorter ones are not worth a detour."""
 
 
 class PrefixRouter(RequestRouter):
-    """Prefers the replica that got the longest known beginning of a prompt last.
+    """Prefers the replica that was last to be sent the longest known beginning of a prompt.
 
     Where that one has `imbalance` requests more than the least busy replica, or knows nothing of the prompt, the least
     busy one gets it. Prompts must be arguments of type RoutedRequest. Beginnings are told apart by hashes of 256, 512,
@@ -23,7 +23,7 @@ class PrefixRouter(RequestRouter):
     """
 
     def initialize_state(self, imbalance: int = 4) -> None:
-        """Set what RequestRouterConfig has in `request_router_kwargs`."""
+        """Take the `request_router_kwargs` of RequestRouterConfig."""
         self._imbalance = imbalance
         self._owners: OrderedDict[int, ReplicaID] = OrderedDict()
 

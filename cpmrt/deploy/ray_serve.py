@@ -33,7 +33,7 @@ from cpmrt.server.service import ServerSettings, Service
 _ATTEMPTS = 3
 """Replicas that a request may be given to, one after the other, until one begins to answer."""
 _HOP_HEADERS = (b"connection", b"keep-alive", b"transfer-encoding")
-"""Headers of one connection, which the next one has of its own."""
+"""Headers that hold for one connection only: the connection to the client has its own."""
 
 
 class Settings(BaseModel):

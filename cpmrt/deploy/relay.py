@@ -17,7 +17,7 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """A whole HTTP request. `prompt` is what prompts that can share their beginning in a cache have in common."""
+    """A whole HTTP request. `prompt` is the part of its body that tells which requests can share a cached beginning."""
 
     method: str
     path: str
@@ -28,21 +28,24 @@ class RoutedRequest:
 
     @property
     def prompt(self) -> bytes:
-        """The body from its first prompt on, "" without one; only as much of it as tells prompts apart."""
+        """The body from its first prompt field on, "" without one; its first 16 KiB, which tell prompts apart."""
         starts = [at for field in _PROMPT_FIELDS if (at := self.body.find(field)) >= 0]
         return self.body[min(starts) :][:_PROMPT_BYTES] if starts else b""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What an answer begins with."""
+    """The status and the headers of an answer, which come before its body."""
 
     status: int
     headers: Headers
 
 
 async def relay(app: ASGIApp, request: RoutedRequest) -> AsyncIterator[Head | bytes]:
-    """Yield the answer of an application: its head, then its body in parts. Closing the iterator is leaving."""
+    """Yield the answer of an application: its head, then its body in parts.
+
+    For the application, closing the iterator means that the client has left.
+    """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     is_gone, is_read = asyncio.Event(), False
 

@@ -1,4 +1,4 @@
-"""Who may use a server: API keys, compared in constant time, and the TLS certificate that it shows."""
+"""The API keys of a server, which are compared in constant time, and the TLS certificate that it shows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ApiKeys:
         return bool(self._digests)
 
     def admit(self, headers: Headers) -> bool:
-        """Tell whether a request with these headers has one of the keys. All are compared, whichever fits."""
+        """Tell whether a request with these headers has one of the keys. Every key is compared, even after a match."""
         sent = [key for name, value in headers if (key := _key_in(name, value)) is not None]
         return any([compare_digest(_digest(key), digest) for key in sent[:2] for digest in self._digests])
 
@@ -70,7 +70,8 @@ def read_keys(path: Path) -> tuple[str, ...]:
 def check_key(key: str, source: str) -> None:
     """Raise ConfigError, which says where the key is from but not what it is, if it is empty or no header can carry it.
 
-    Clients differ in how they encode other characters, if they do at all, and spaces at the ends get lost on the way.
+    Only printable ASCII passes: clients differ in how they encode other characters, if at all, and spaces at the ends
+    get lost on the way.
     """
     _check_not_empty(key, source)
     if not (key.isascii() and key.isprintable() and key == key.strip()):
@@ -87,7 +88,7 @@ def _check_not_empty(key: str, source: str) -> None:
 
 
 def tls_context(certificate: Path, key: Path | None) -> ssl.SSLContext:
-    """Return what serves TLS with these PEM files: a certificate with its chain, and its private key.
+    """Return the context that serves TLS with these PEM files: a certificate with its chain, and its private key.
 
     `key` None: the certificate's file has both. Keys with a pass phrase are refused, as nobody is there to type it.
     Raises ConfigError.

@@ -21,14 +21,14 @@ _GUIDED = {
     "json_schema": "json_schema", "regex": "regex", "grammar": "grammar", "ebnf": "grammar",
 }  # fmt: skip
 FORM_FIELDS = (*_GUIDED, "structured_outputs")
-"""The fields that give a form, but for `response_format`."""
+"""All fields that give a form, except `response_format`."""
 _OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 
 
 def read_form(fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the field of SamplingParams that gives the form, none if any answer will do, and its name here.
+    """Return the field of SamplingParams that gives the form, with its value, and the client's name of that field.
 
-    Raises ApiError 400.
+    Both are empty if the request gives no form. Raises ApiError 400.
     """
     outputs, found = fields.object("structured_outputs"), dict[str, tuple[str, Any]]()
     found |= _response_format(fields)
@@ -46,13 +46,13 @@ def read_form(fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _given(fields: Fields, kinds: dict[str, str]) -> dict[str, tuple[str, Any]]:
-    """Return kind and value of each of these fields that gives a form, under the name that errors give to it."""
+    """Return kind and value of each of these fields that gives a form, by the name that errors give to the field."""
     values = {name: _value(fields, name, kind) for name, kind in kinds.items()}
     return {fields.name(name): (kinds[name], value) for name, value in values.items() if value is not None}
 
 
 def _value(fields: Fields, name: str, kind: str) -> Any:
-    """Return a field of this kind; None where it asks for nothing, as empty ones of llama.cpp and SGLang do."""
+    """Return a field of this kind; None if it asks for nothing, as empty ones of llama.cpp and SGLang do."""
     value = fields.raw(name)
     if value is None or (value in ("", {}) and not name.startswith("guided_")):
         return None

@@ -52,7 +52,7 @@ class AnswerFormat(Protocol):
         """Take in an item of an answer that is not streamed."""
 
     def whole(self, usage: dict[str, Any]) -> Iterator[str]:
-        """Yield the JSON of the answer that all items make, in pieces that are quickly made."""
+        """Yield the JSON of the answer that all items make, in pieces that take little time each."""
 
 
 class Chunks:
@@ -69,7 +69,7 @@ class Chunks:
         return f'{self._before}{choice},"{name}":{compact_json(value)}{self._plain_after}'
 
     def content(self, choice: int, text: str) -> str:
-        """Return what `delta` does for the content of a chat, which is what almost every token becomes."""
+        """Return the chunk that `delta` makes of a chat's content, but faster: almost every token becomes one."""
         return f'{self._before}{choice},"delta":{{"content":{encode_basestring(text)}}}{self._plain_after}'
 
     def full(self, choice: int, name: str, value: Any, logprobs: str, finish_reason: str | None) -> str:

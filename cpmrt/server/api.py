@@ -111,7 +111,7 @@ class Endpoints:
         return Response(text, media_type=METRICS_TYPE)
 
     async def openapi(self, request: Request) -> Response:
-        """Answer with the document, exact as to this model once it is there."""
+        """Answer with the OpenAPI document, which has the model's vocabulary and vector sizes once it is loaded."""
         engine, names = self._service.engine, self._service.settings.model_names
         if engine.state != "ready":
             return JsonResponse(document(names))
@@ -119,7 +119,7 @@ class Endpoints:
         return JsonResponse(document(names, config.vocab_size, config.hidden_size))
 
     async def page(self, request: Request) -> Response:
-        """Answer with a file of the chat page; its first one stands at "/" alone."""
+        """Answer with a file of the chat page; index.html is served at "/" only."""
         file = self._page.get(request.path_params.get("file", INDEX))
         if file is None or request.path_params.get("file") == INDEX:
             raise ApiError(404, "the chat page has no such file", code="not_found")
@@ -128,7 +128,7 @@ class Endpoints:
         return Response(file.content, headers=file.headers)
 
     def _calls(self, call: Callable[[Service, dict[str, Any]], dict[str, Any]]) -> Handler:
-        """Return a handler that answers a body by what a function makes of it, in a worker thread."""
+        """Return a handler that answers with what `call` makes of the request's body, in a worker thread."""
 
         async def handle(request: Request) -> Response:
             body = await self._body(request)

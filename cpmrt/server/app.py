@@ -28,7 +28,8 @@ from cpmrt.server.telemetry import RequestRecord
 
 _log = logging.getLogger("cpmrt.server")
 _OPEN_PATHS = ("/", "/health", "/health/live", "/health/ready", "/openapi.json")
-# Starlette knows the question of pages of other networks since 0.51, and refuses it unless told otherwise.
+# Since 0.51 Starlette answers browsers that ask whether a page of another network may use this server (Private Network
+# Access): it may not, unless the middleware is told otherwise.
 _KNOWS_PRIVATE = "allow_private_network" in signature(CORSMiddleware).parameters
 _PRIVATE_NETWORK: dict[str, Any] = {"allow_private_network": True} if _KNOWS_PRIVATE else {}
 
@@ -80,7 +81,7 @@ async def _routing_error(request: Request, error: Exception) -> Response:
 class Gate:
     """Checks the API key and the host that a request means, counts it and logs it, around the application itself.
 
-    Metrics name the `paths`; other paths count together.
+    Metrics count each of the `paths` by itself and all other paths together.
     """
 
     def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]):

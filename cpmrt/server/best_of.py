@@ -1,4 +1,4 @@
-"""Completions of which more are made than given: the likeliest are kept."""
+"""Answers to completions with `best_of`: of more choices than are asked for, the likeliest are kept."""
 
 from __future__ import annotations
 

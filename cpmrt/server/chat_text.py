@@ -20,10 +20,11 @@ class ChatText:
     """Turns the text of one choice into deltas. `schemas` None: the request has no tools, so nothing is a call.
 
     `thought_end` is the marker that ends the thought which the prompt has opened, None where it has opened none.
-    `one_call`: calls after the first are left out. `bound`: a format of which whatever begins a call is one, since a
-    grammar sees to it. If the answer ends within such a call, its arguments are what is there; with `objects_only` it
-    is left out unless they are a whole object. `calls_only`: the answer is calls alone, so one that is cut before its
-    name is certain is no text either. `grows`: arguments come bit by bit; the whole message is the same without.
+    `one_call`: calls after the first are left out. `bound` is the format of calls if a grammar enforces it: what begins
+    a call is one then. If the answer ends within such a call, the call has the arguments that are there; with
+    `objects_only` it is left out unless they are a whole object. `calls_only`: the answer is calls alone, so one that
+    is cut before its name is certain does not become text either. `grows`: arguments come bit by bit, in several
+    deltas; the whole message is the same without.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class ChatText:
         self._calls = CallDeltas(one_call=one_call)
         self._is_cut = False
         self._num_before_text = 0
-        """Tokens of pieces that came before any text was certain."""
+        """The number of tokens of the pieces that came until the thought had ended, or certainly was none."""
 
     @property
     def num_thought_tokens(self) -> int:
@@ -52,11 +53,11 @@ class ChatText:
 
     @property
     def has_calls(self) -> bool:
-        """Whether there are calls to make; not if the last one is cut."""
+        """Whether the answer has calls to make; False if the last one is cut."""
         return self._calls.num_calls > 0 and not self._is_cut
 
     def push(self, piece: str, num_tokens: int = 0) -> list[Delta]:
-        """Return the deltas that this piece of so many tokens completes."""
+        """Return the deltas that this piece, of `num_tokens` tokens, completes."""
         if not self._thinking.is_done:
             self._num_before_text += num_tokens
         thoughts, text = self._thinking.push(piece)

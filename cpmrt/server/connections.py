@@ -1,4 +1,4 @@
-"""How many connections a server has: fewer than the process may open files, and the idle ones make room for others."""
+"""Limits the connections of a server: to fewer than the process may open files, with idle ones making room for new."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Connection(Protocol):
 class Connections:
     """Counts the connections of a server; `limit` at most stay open.
 
-    A new one beyond the limit takes the place of that which has been idle longest; if all others have requests, it is
-    refused.
+    A new connection beyond the limit takes the place of the one that has been idle longest; if all others have
+    requests, the new one is refused.
     """
 
     def __init__(self, limit: int):
         self.limit = limit
         self._count = 0
         self._idle: dict[Connection, None] = {}
-        """Those without a request, the longest idle first."""
+        """Connections without a request, the longest idle first."""
 
     def open(self, connection: Connection) -> None:
         """Count a new connection."""

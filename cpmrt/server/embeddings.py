@@ -23,7 +23,7 @@ _POOLINGS = ("mean", "last")
 
 
 class Embeddings:
-    """The vectors of one request (`PromptWork`): as many texts at a time as there are slots, `answer` is their JSON.
+    """Embeds the texts of one request (`PromptWork`), as many at a time as there are slots; `answer` is the JSON.
 
     Raises ApiError, RequestError.
     """
@@ -58,7 +58,7 @@ class Embeddings:
             self.answer = json_parts(self._content())
 
     def cancel(self) -> None:
-        """End soon, without an answer."""
+        """Have `run` end soon, without an answer."""
         self._is_cancelled = True
         self._llm.shared.cancel(self._running)
 

@@ -1,7 +1,7 @@
 """The thread that loads the model and drives its engine for the event loop, with the queue and its limits.
 
-Every public method of EngineThread is for the event loop; `receive` and what begins with `_run` are for the thread that
-drives. The results of one step reach the loop in one call.
+Public methods of EngineThread are for the event loop unless they say otherwise; `receive` and methods that begin with
+`_run` are for the thread that drives the engine. The results of one step reach the loop in one call.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class EngineThread:
     async def stop(self, timeout_s: float) -> bool:
         """Cancel what is left, free the model and end the thread. Return whether all this is done.
 
-        It is not if it takes longer, and while a model is being loaded, which cannot be interrupted.
+        It is not if it takes longer than `timeout_s`, or while a model is being loaded, which cannot be interrupted.
         """
         self.drain()
         self.cancel_all()
@@ -143,7 +143,7 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def receive(self, items: list[sharing.Item]) -> None:
-        """Have the event loop deliver what a step gave."""
+        """Have the event loop deliver the items that a step gave."""
         self._run_post(self._deliver, items)
 
     def _deliver(self, items: list[sharing.Item]) -> None:
@@ -164,7 +164,7 @@ class EngineThread:
             self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
-        """Log a failed step. After a fault of the device nothing can run; others cost their own requests only."""
+        """Log the error of a step. After a fault of the device nothing can run; others cost their own requests only."""
         if not isinstance(error, RequestError):
             _log.error("a step failed: %s", error, exc_info=None if isinstance(error, CpmrtError) else error)
         if isinstance(error, (DeviceError, NoDeviceError)):

@@ -46,7 +46,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Return the error in the client's words: `names` has patterns of our names of fields, with the client's."""
+        """Return the error with the client's name of the field: `names` maps patterns of our names to the client's."""
         for ours, theirs in names.items():
             found = re.match(rf"{ours}(?!\w)", self.param or "")
             if found is not None:
@@ -60,7 +60,7 @@ class ApiError(Exception):
 
 @contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Turn errors that name a field as we do into such as name it as the client does; see `ApiError.renamed`."""
+    """Raise errors from inside the `with` block with the client's names of fields; see `ApiError.renamed`."""
     try:
         yield
     except (ApiError, RequestError) as error:

@@ -15,7 +15,7 @@ from cpmrt.sharing.jobs import Ended
 PING_S = 10.0
 """How long an answer may be silent, in the queue or during a long prompt, until its client gets a sign of life."""
 _MAX_ITEMS = 16
-"""Items that are worked on before others have their turn, where a client read slowly and many wait."""
+"""The most items worked on before other requests have their turn, if many wait since the client reads slowly."""
 
 
 class Exchange:
@@ -42,7 +42,7 @@ class Exchange:
         self._watcher: asyncio.Task[None] | None = None
         self._is_silent = True
         self._is_pinging = False
-        """Whether the silence has lasted so long that `items` shall return none."""
+        """Whether the silence has lasted so long that `items` shall return no items, for a sign of life."""
         self._alarm: asyncio.TimerHandle | None = None
         try:
             engine.submit(self._jobs)
@@ -77,8 +77,8 @@ class Exchange:
     async def items(self) -> list[Item]:
         """Wait for at least one item, and return what has come since the last call, a part of it if it is much.
 
-        Returns none after a long silence. Raises ApiError if a sequence failed or the server stops it, ClientGoneError
-        if nobody waits for it any more.
+        Returns no items after a long silence. Raises ApiError if a sequence failed or the server stops it,
+        ClientGoneError if the client has gone.
         """
         if self._has_more:
             await asyncio.sleep(0)
@@ -109,7 +109,7 @@ class Exchange:
         return usage_of(prompt, completion, sum(stats.cached_tokens for stats in prompts))
 
     def _forget_jobs(self) -> None:
-        """Leave no cycle of references behind: a request of a megabyte would stay until the collector finds it."""
+        """Break the cycle of references with the jobs: else a large request stays until the collector finds it."""
         self._jobs = ()
 
     def _put(self, item: Item) -> None:
@@ -150,7 +150,7 @@ class Exchange:
 
 
 def usage_of(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Return numbers of tokens as answers tell them; `cached` are those of the prompt that were found in the cache."""
+    """Return the usage object of an answer; `cached` is the number of prompt tokens found in the prefix cache."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -14,7 +14,7 @@ Delta = dict[str, Any]
 
 
 class CallDeltas:
-    """Numbers the calls. `one_call`: those after the first are left out."""
+    """Makes the deltas of an answer's calls and numbers the calls. `one_call`: those after the first are left out."""
 
     def __init__(self, *, one_call: bool):
         self._one_call = one_call
@@ -23,7 +23,7 @@ class CallDeltas:
         """Calls of the open block that were begun: the number of each, and the length of its arguments so far."""
 
     def whole(self, calls: list[Call]) -> Iterator[Delta]:
-        """Yield what is still to be said of calls that have come to their end."""
+        """Yield the deltas that are still missing of calls that are complete."""
         for call in calls:
             if self._begun:
                 yield from _more(*self._begun.popleft(), call.arguments)
@@ -31,7 +31,10 @@ class CallDeltas:
                 yield from self._begin(call)
 
     def growing(self, calls: list[Call]) -> Iterator[Delta]:
-        """Yield what has come of the calls in the open block, which begin as they did before; of none: it is closed."""
+        """Yield the deltas of what is new in the calls of the open block; an empty list means that the block is closed.
+
+        The calls begin as they did when this was called last.
+        """
         if not calls:
             self._begun.clear()
         for place, call in enumerate(calls):
@@ -57,6 +60,6 @@ class CallDeltas:
 
 
 def _more(number: int, length: int, arguments: str) -> Iterator[Delta]:
-    """Yield the delta of what comes behind the first characters of a call's arguments, if anything does."""
+    """Yield the delta of a call's arguments behind their first `length` characters, if there are more."""
     if arguments[length:]:
         yield {"tool_calls": [{"index": number, "function": {"arguments": arguments[length:]}}]}

@@ -1,4 +1,4 @@
-"""The names by which a server answers. They keep pages of other origins out that point a name of theirs at it."""
+"""The host names to which a server answers: they keep out web pages that point a name of their own at it."""
 
 from __future__ import annotations
 

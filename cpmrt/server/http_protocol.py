@@ -25,7 +25,7 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection with these limits, one of `all_connections`. `connected` is called when it is made."""
+    """One connection with the limits above, counted in `all_connections`. `connected` is called when it is made."""
 
     def __init__(
         self, *args: Any, all_connections: Connections, connected: Callable[[], None] = lambda: None, **kwargs: Any
@@ -35,9 +35,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_bytes, self._is_in_head = 0, True
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._running: list[Any] = []
-        """Cycles of requests whose answers are not complete, the first of which runs."""
+        """uvicorn's cycles of the requests whose answers are not complete; the first of them runs."""
         self.carrier: asyncio.Transport | None = None
-        """What sends the encrypted bytes of `transport`, where that has TLS."""
+        """The transport that sends the encrypted bytes, if `transport` has TLS."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -131,12 +131,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         self._stop("head")
-        if self._has_no_request:  # what comes early, during an answer, is waited for
+        if self._has_no_request:  # a head that comes early, during an answer, may take longer
             self.transport.close()
 
 
 def _keep_alive(transport: asyncio.Transport) -> None:
-    """Have the kernel look after a silent client."""
+    """Have the kernel probe a silent client, and close the connection of one that is gone."""
     connection = transport.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():

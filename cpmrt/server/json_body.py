@@ -13,7 +13,7 @@ from cpmrt.server.errors import ApiError, invalid, unavailable
 
 MAX_DEPTH = 64
 LONG_BYTES = 64 * 1024
-"""Bodies from here on are long: what is done with them must leave other requests their turn."""
+"""The size from which on a body is long: work on it must leave other requests their turn."""
 BODY_TIMEOUT_S = 30.0
 
 Receive = Callable[[], Awaitable[Any]]
@@ -100,7 +100,7 @@ def _finite_float(text: str) -> float:
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of these pairs, which it takes off their list: at once it would take long."""
+    """Return a dict of these pairs, taken off their list one by one: in one go other threads would wait long."""
     pairs.reverse()
     values: dict[str, Any] = {}
     while pairs:

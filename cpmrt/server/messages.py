@@ -46,7 +46,7 @@ def count_tokens(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt_ids(llm: LLM, conversation: Conversation) -> tuple[list[int], int]:
-    """Return the prompt, and how many of its last tokens are what the last message has begun."""
+    """Return the prompt's token ids, and how many of the last ones begin the answer, as the last message says."""
     check_tools(llm, conversation.tools, conversation.called)
     ids = llm.chat_prompt(
         conversation.messages, tools=conversation.tools or None, enable_thinking=conversation.thinks

@@ -57,7 +57,7 @@ class MessagesFormat:
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model_name}
         self._text, self._prompt_tokens = text, prompt_tokens
         self._parts: list[_Part] = []
-        """What an answer that is not streamed consists of."""
+        """The parts of an answer that is not streamed."""
         self._index, self._kind = -1, ""
         """The number and the kind of the block that is being streamed."""
         self._ended: Ended | None = None

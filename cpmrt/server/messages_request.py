@@ -16,15 +16,15 @@ from cpmrt.server.unused_fields import REFUSED_IN_MESSAGES, check_unused
 
 _UNSUPPORTED = ("output_format", "mcp_servers", "container", "context_management")
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
-"""How the model shall think -> whether it does so at all, None where the template decides."""
+"""The types of `thinking` -> whether the model thinks first; None: the template decides."""
 TOOL_NAMES = {r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema"}
-"""The pattern of the name that chats give to the schema of a tool, and what it is called here."""
+"""The pattern of a tool's schema among the field names of chats -> its name in this API."""
 Block = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What the prompt is made of. The answer goes on after `begun`, which the last message says already.
+    """The parts of a request that make the prompt. The answer goes on after `begun`, the text of the last message.
 
     `thinks` None leaves it to the template whether the model thinks first. `called` are the names of tools of which one
     must be called, once with `one_call`.
@@ -39,7 +39,7 @@ class Conversation:
 
 
 def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversation:
-    """Read what the prompt is made of, for the model that is served under these names."""
+    """Read the parts that make the prompt, for the model that is served under these names."""
     fields = Fields(body)
     check_model(fields, models)
     for name in _UNSUPPORTED:

@@ -40,7 +40,7 @@ _GPU = {
     "utilisation_percent": ("cpmrt_gpu_utilisation_ratio", "Share of time in which a kernel ran", 0.01),
     "temperature_c": ("cpmrt_gpu_temperature_celsius", "Temperature of the GPU", 1.0),
 }
-"""A reading's name -> that of its metric, what it is, and the metric's unit in that of the reading."""
+"""A reading's name -> the name and description of its metric, and the factor from its unit to the metric's."""
 _RUNNING = (Phase.PREFILL, Phase.DECODE, Phase.PAUSED)
 
 
@@ -173,7 +173,7 @@ class Metrics:
 def _labelled(
     kind: Any, model_name: str, registry: CollectorRegistry, name: str, text: str, *labels: str, **options: Any
 ) -> Any:
-    """Return a metric with the label of the model; one that needs no other label is ready to be counted."""
+    """Return a metric labelled with the model's name; if it has no other labels, it is ready to be counted."""
     metric = kind(name, text, [_MODEL, *labels], registry=registry, **options)
     return metric if labels else metric.labels(model_name)
 

@@ -12,7 +12,7 @@ from cpmrt.server.openapi_types import STRING, Schema, optional, ref
 
 
 def document(models: Sequence[str] = (), vocab_size: int = 2**31, hidden_size: int | None = None) -> Schema:
-    """Return the document of a server of one model, which has these names; without them, of any server."""
+    """Return the OpenAPI document of a server whose model has these names; without names, of any server."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "cpmrt", "version": __version__, "summary": "An OpenAI-compatible API for one local model"},
@@ -92,7 +92,7 @@ def _plain_get(kind: str, summary: str, *, is_open: bool = False) -> Schema:
 
 
 def _access(responses: Schema, *, is_open: bool) -> Schema:
-    """Return what an operation says of keys: that it needs none, or that it may refuse one."""
+    """Return the part of an operation about API keys: that it needs none, or answers 401 without a right one."""
     return {"security": [{}]} if is_open else {"responses": responses | _errors("401")}
 
 

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the bodies of answers."""
+"""The schemas of the bodies of answers in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def answer_schemas() -> Schema:
 
 
 def _openai_answers() -> Schema:
-    """Return what OpenAI's endpoints answer to prompts."""
+    """Return the schemas of answers of OpenAI's endpoints."""
     message = object_of(
         {"role": {"const": "assistant"}, "content": optional("string")},
         {"reasoning_content": STRING, "refusal": {"type": "null"}, "tool_calls": array({"type": "object"})},
@@ -54,7 +54,7 @@ def _openai_answers() -> Schema:
 
 
 def _anthropic_answers() -> Schema:
-    """Return what Anthropic's endpoints answer."""
+    """Return the schemas of answers of Anthropic's endpoints."""
     return {
         "Message": object_of({
             "id": STRING,
@@ -74,7 +74,7 @@ def _anthropic_answers() -> Schema:
 
 
 def _model_answers() -> Schema:
-    """Return what is said of the model that is served."""
+    """Return the schemas of answers about the model that is served."""
     model = {"id": STRING, "object": {"const": "model"}, "created": INTEGER, "owned_by": STRING}
     numbers = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "loop_penalty"), NUMBER)
     defaults = object_of({**numbers, "top_k": INTEGER, "source": STRING})

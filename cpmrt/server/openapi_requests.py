@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the bodies of requests."""
+"""The schemas of the bodies of requests in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -143,12 +143,12 @@ def request_schemas() -> Schema:
 
 
 def _needs_tools(*others: str) -> Schema:
-    """Return the rule that a tool_choice needs tools, but for those `others`."""
+    """Return the rule that a tool_choice needs tools, unless it is null or one of `others`."""
     return unless({"tool_choice": {"enum": [*others, None]}}, {"tools": array({}, minItems=1)})
 
 
 def _prompts(most: int) -> Schema:
-    """Return one prompt or several, at most so many, each a text or token ids."""
+    """Return the schema of one prompt or several, at most `most`, each a text or token ids."""
     several = array({"anyOf": [STRING, _TOKEN_IDS]}, minItems=1, maxItems=most)
     return {"anyOf": [STRING, _TOKEN_IDS, several]}
 
@@ -204,7 +204,7 @@ def _chat_fields() -> Schema:
 
 
 def _response_item() -> Schema:
-    """Return what an array of input has: messages, calls, their results, and thoughts, which are passed over."""
+    """Return the schema of an item of input: messages, calls, their results, and thoughts, which are passed over."""
     part = object_of({"type": {"enum": sorted(TEXT_PARTS)}, "text": STRING})
     text = {"anyOf": [STRING, array(part)]}
     roles = {"enum": ["system", "developer", "user", "assistant"]}
@@ -298,7 +298,7 @@ def _infill_fields() -> Schema:
 
 
 def _message_requests() -> Schema:
-    """Return what Anthropic's endpoints take."""
+    """Return the schemas of requests to Anthropic's endpoints."""
     text = object_of({"type": {"const": "text"}, "text": STRING})
     texts = {"anyOf": [STRING, array(text)]}
     result = object_of({"type": {"const": "tool_result"}}, {"content": {"anyOf": [NULL, *texts["anyOf"]]}})

@@ -16,7 +16,7 @@ def ref(name: str) -> Schema:
 
 
 def optional(*types: str, **rules: Any) -> Schema:
-    """Return a field that may be null."""
+    """Return the schema of a field of one of these types, or null."""
     return {"type": [*types, "null"], **rules}
 
 

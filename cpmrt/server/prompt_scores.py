@@ -19,7 +19,7 @@ from cpmrt.sharing.jobs import Reading
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """A prompt, and the writers of the choices that begin with it. `count`: how many most likely tokens are asked for.
+    """A prompt, and the writers of the choices that begin with it. `count` most likely tokens are asked for.
 
     Raises RequestError for a prompt without tokens, ContextLengthError for one that does not fit.
     """
@@ -52,14 +52,14 @@ class PromptScores:
                 writer.add_prompt(reading.result)
 
     def cancel(self) -> None:
-        """End soon, with nothing more given."""
+        """Have `run` end soon, with nothing more given."""
         self._is_cancelled = True
         if self._reading is not None:
             self._llm.shared.cancel([self._reading])
 
 
 class _Work:
-    """What the engine's thread does for a prompt, chunk by chunk."""
+    """The work on one prompt, which the engine's thread does chunk by chunk (`Reading.work`)."""
 
     def __init__(self, llm: LLM, prompt: ScoredPrompt):
         self._executor, self._prompt = llm.executor, prompt

@@ -13,7 +13,7 @@ _THREADS = 4
 
 
 class PromptWork(Protocol):
-    """The work of one request."""
+    """The work of one request that only reads prompts."""
 
     def run(self) -> None:
         """Do all of it, in the calling thread."""
@@ -23,7 +23,7 @@ class PromptWork(Protocol):
 
 
 class PromptWorkers:
-    """Runs such work; that of `max_open` requests may run or wait. All ends when `over` is done."""
+    """Runs `PromptWork`; that of `max_open` requests may run or wait. All of it ends when `over` is done."""
 
     def __init__(self, max_open: int, over: asyncio.Future[None]):
         self._threads = ThreadPoolExecutor(_THREADS, "cpmrt-read")
@@ -31,7 +31,10 @@ class PromptWorkers:
         self._over = over
 
     async def run(self, work: PromptWork, receive: Receive) -> None:
-        """Run it to its end. Raises what it raises, ApiError 429 and 503, ClientGoneError where nobody waits."""
+        """Run work to its end. Raises its errors.
+
+        Also raises ApiError 429 if too much is open, 503 if the server ends, ClientGoneError if the client has gone.
+        """
         if self._num_open >= self._max_open:
             raise overloaded(self._num_open)
         self._num_open += 1

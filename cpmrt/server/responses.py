@@ -59,7 +59,7 @@ async def whole_answer(prepared: Prepared, exchange: Exchange) -> Response:
 
 
 async def written(prepared: Prepared, usage: dict[str, Any]) -> Response:
-    """Return the response for an answer that has everything."""
+    """Return the response for an answer that is complete."""
     parts = _Parts()
     for piece in prepared.format.whole(usage):
         parts.add(piece)

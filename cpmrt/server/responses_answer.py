@@ -91,7 +91,7 @@ class ResponsesFormat:
         return events
 
     def _open(self, kind: str, **fields: Any) -> str:
-        """Begin an item of this kind, unless the last one is one that grows."""
+        """Begin an item of this kind, unless the last one is of it and still grows; return the events."""
         if self._is_open and self._items[-1]["type"] == kind:
             return ""
         events, item_id = self._close(), f"{kind[:3]}_{secrets.token_hex(12)}"
@@ -111,7 +111,7 @@ class ResponsesFormat:
         return events
 
     def _more(self, name: str, text: str) -> str:
-        """Add text to the last item."""
+        """Add text to the last item; return the event."""
         item = self._items[-1]
         if item["type"] == "function_call":
             item["arguments"] += text
@@ -120,7 +120,10 @@ class ResponsesFormat:
         return self._event(f"{name}.delta", **self._place, delta=text, **_LOGPROBS.get(item["type"], {}))
 
     def _close(self, status: str = "completed") -> str:
-        """End the last item if it is open: one that another follows is complete, however the answer ends."""
+        """End the last item if it is open; return the events.
+
+        An item that another one follows is "completed", however the answer ends.
+        """
         if not self._is_open:
             return ""
         item, self._is_open = self._items[-1], False

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API, told as chats: the rest of the server knows those."""
+"""Translates requests of OpenAI's Responses API into chats, which the rest of the server knows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ CHAT_NAMES = {
     "response_format": "text.format",
     r"(tools\[\d+\])\.function": r"\1",
 }
-"""Patterns of the names that chats give to fields, and what they are called here."""
+"""Patterns of the names of fields in chats -> their names in this API."""
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_of(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the chat that a request asks for. Raises ApiError 400."""
+    """Return the body of the chat that a request amounts to. Raises ApiError 400."""
     fields = Fields(body)
     check_unused(fields, REFUSED_IN_RESPONSES)
     if fields.boolean("background"):
@@ -59,7 +59,7 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
-    """Add an item to the messages; calls that follow each other are of one message."""
+    """Add an item to the messages; calls that follow each other go into one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         role = check_role(item.get("role"), where)

@@ -41,7 +41,7 @@ _WAITING_CONNECTIONS = 1024
 # A thread that computes gives the interpreter away this often, so that the event loop answers in time.
 SWITCH_INTERVAL_S = 0.0005
 _OLD_GENERATION = 100
-"""Collections of the middle generation until the old one is looked through."""
+"""Garbage collections of the middle generation before one of the old generation."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -69,7 +69,7 @@ def address_of(listener: socket.socket, settings: ServerSettings) -> str:
 
 
 class Ending(NamedTuple):
-    """How a server ended: by this signal or 0, and whether its engine has too, which is not waited for for ever."""
+    """How a server ended: the signal that ended it, or 0, and whether its engine ended too before the time was up."""
 
     signal_number: int
     is_complete: bool
@@ -82,11 +82,12 @@ def serve(settings: ServerSettings, load: Callable[[], LLM], listener: socket.so
 
 
 def prepare_process() -> None:
-    """Give this process what serving needs of the interpreter, the system and the C library."""
+    """Set what serving needs: the interpreter's switch interval, the limit of open files, the C library's allocator."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     raise_file_limit()
-    # Else glibc learns from large requests to keep ever larger blocks in its heaps, where they fall to pieces between
-    # small ones that stay. The heaps themselves may keep what the NumPy executor allocates again with each step.
+    # A fixed threshold for mmap: else glibc raises it after large requests and keeps ever larger blocks in its heaps,
+    # where small blocks that stay fragment them. A high threshold for trimming: heaps keep the memory that the NumPy
+    # executor allocates again with each step.
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         set_option(_M_MMAP_THRESHOLD, 512 * 1024)
@@ -139,10 +140,10 @@ class Running:
         service.end_all()
 
     def _announce(self, llm: LLM) -> None:
-        # The model is here to stay: without it a full collection does not hold up requests for a tenth of a second.
+        # The model's objects stay: if not frozen, they make full collections hold up requests for a tenth of a second.
         gc.collect()
         gc.freeze()
-        # What is large is that of requests that run, and is freed with them: a full collection would only look at it.
+        # Large objects are those of running requests and are freed with them: full collections would find nothing.
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, _OLD_GENERATION)
         _log.info("ready: %s at %s", self._settings.model_name, self._address)
@@ -167,7 +168,7 @@ class Running:
         )
 
     def _protocol(self, connections: Connections) -> Callable[..., asyncio.BaseProtocol]:
-        """Return what makes the protocol of a new connection."""
+        """Return the function that makes the protocol of a new connection."""
         http, settings = partial(LimitedHttpProtocol, all_connections=connections), self._settings
         if settings.ssl_certfile is None:
             return http
@@ -186,7 +187,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_WAITING_CONNECTIONS)  # the event loop has set what it accepts in one turn
+            listener.listen(_WAITING_CONNECTIONS)  # the event loop has set it to BACKLOG, its accepts in one turn
 
     async def main_loop(self) -> None:
         """Wait for the end. uvicorn's own loop wakes up ten times a second to look."""

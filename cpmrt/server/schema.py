@@ -23,7 +23,7 @@ from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS,
 MAX_PROMPTS = 128
 MAX_STOP = 1024
 MAX_STOP_BYTES = 16 * 1024
-"""All stop strings of a request together."""
+"""The most bytes of all stop strings of a request together."""
 MAX_STOP_TOKEN_IDS = 16
 MAX_CHOICES = 128
 MAX_TEMPLATE_VARIABLES = 64
@@ -61,10 +61,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """POST /v1/chat/completions. `tools` are empty where the model may call none, with `one_call` it may call one once.
+    """POST /v1/chat/completions. `tools` are empty where the model may call none; with `one_call` it may make one call.
 
     `called` are the names of tools of which the answer must call one; empty: it need not call any.
-
     `allow_special_tokens`: special tokens that users, tools and documents write count as such.
     """
 
@@ -81,9 +80,9 @@ class ChatRequest:
 class CompletionRequest:
     """POST /v1/completions. `prompts` are texts or token ids; `echo` puts them in front of their answers.
 
-    With a `suffix`, all prompts are texts and the answer is what stands between them and it. Without `generates` no
-    token is wanted but those of the prompts. `num_kept` of the
-    `wanted.num_choices` choices of each prompt are given, those with the best log-probability per token.
+    With a `suffix`, all prompts are texts and the answer is the text between a prompt and the suffix. If `generates` is
+    False, no token is wanted but those of the prompts. `num_kept` of the `wanted.num_choices` choices of each prompt
+    are given, those with the best log-probability per token.
     """
 
     prompts: list[str | list[int]]
@@ -147,7 +146,7 @@ def _with_best_of(fields: Fields, wanted: Wanted) -> Wanted:
 def read_wanted(
     fields: Fields, max_tokens: int | None, logprobs: int | None, *, stop_field: str = "stop"
 ) -> Wanted:
-    """Read what all kinds of request share; `stop_field` is what they call their stop strings."""
+    """Read the fields that all kinds of request share; `stop_field` is the field of the stop strings."""
     if max_tokens is not None and max_tokens < 1:
         raise invalid("max_tokens", f"expected at least 1, got {max_tokens}")
     given = {name: fields.number(name) for name in _NUMBERS}
@@ -186,7 +185,7 @@ def check_model(fields: Fields, served: Sequence[str]) -> None:
 
 
 def _thinking_kwargs(fields: Fields) -> dict[str, Any]:
-    """Return the variables of the template by which models think or do not; none: as the template itself wants it."""
+    """Return the template's variables for `reasoning_effort`; none without it: the template decides about thinking."""
     effort = fields.string("reasoning_effort")
     if effort is None:
         return {}
@@ -229,7 +228,7 @@ def read_template_kwargs(fields: Fields) -> dict[str, Any]:
 
 
 def check_role(role: Any, where: str) -> str:
-    """Return the role of a message. Raises ApiError 400 for one that there is not."""
+    """Return the role of a message. Raises ApiError 400 for an unknown one."""
     if role not in _ROLES:
         raise invalid(f"{where}.role", f"expected {', '.join(_ROLES)}, got {shown(role)}")
     return str(role)
@@ -267,7 +266,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def given_tools(fields: Fields) -> list[Any]:
-    """Return the field with the tools, of which there may be MAX_TOOLS."""
+    """Return the tools of a request, at most MAX_TOOLS, as they are."""
     tools = fields.array("tools") or []
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"expected at most {MAX_TOOLS} tools, got {len(tools)}")
@@ -308,7 +307,7 @@ def _called(fields: Fields, tools: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:
-    """Read a field with one prompt or several, at most so many."""
+    """Read a field with one prompt or several, at most `most`."""
     value = fields.raw(name)
     if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], (str, list))):
         value = [value]

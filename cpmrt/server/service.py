@@ -50,7 +50,7 @@ class ServerSettings:
 
     `max_body` is in bytes; None: 16 for each token of the context, at least 1 MiB. `grace` is how many seconds requests
     may go on after SIGTERM. `log_prompts` writes prompts into the log. `allowed_hosts` are the names, besides loopback
-    and `host`, that a request may give this server; with any of them all requests are held to it. `aliases` are more
+    and `host`, that the `Host` of a request may have; if there are any, every request is checked. `aliases` are more
     names of the model. Pages of `cors_origins` ("*": any) may use the API from a browser. With `ssl_certfile` the
     server speaks HTTPS.
     """
@@ -71,7 +71,7 @@ class ServerSettings:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What requests may call the model."""
+        """All names by which requests may call the model."""
         return (self.model_name, *self.aliases)
 
     @property
@@ -89,7 +89,7 @@ class Prepared:
     """A request that the engine can take, and the `format` that its answer has. The log knows it by its `id`.
 
     `requests` has one for each choice; `wanted.num_choices` in a row share a prompt. `shown_ids` are the special tokens
-    that the answer looks for. The tokens of `scored` prompts get log-probabilities first.
+    that the text keeps, for the answer to find. The tokens of `scored` prompts get log-probabilities before all else.
     """
 
     id: str
@@ -99,7 +99,7 @@ class Prepared:
     shown_ids: frozenset[int] = frozenset()
     scored: Sequence[ScoredPrompt] = ()
     generates: bool = True
-    """False where no token is wanted but those of the prompts."""
+    """Whether tokens are wanted besides those of the prompts."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -124,11 +124,11 @@ class Service:
         """Done when no request may go on."""
         self.prompt_workers = PromptWorkers(settings.max_queue, self.over)
         self._workers = ThreadPoolExecutor(2, "cpmrt-prepare")
-        # One: each thread that computes in Python makes the event loop wait longer for its turn.
+        # One thread: each that computes in Python makes the event loop wait longer for its turn.
         self._long_workers = ThreadPoolExecutor(1, "cpmrt-prepare-long")
 
     async def in_thread(self, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Make a call in a worker thread; those about a body of many bytes do not hold up the others."""
+        """Return what a call gives in a worker thread; those about a body of many bytes do not hold up the others."""
         workers = self._workers if num_bytes < LONG_BYTES else self._long_workers
         result = await asyncio.get_running_loop().run_in_executor(workers, _outcome, call)
         if isinstance(result, _Refusal):
@@ -158,7 +158,7 @@ class Service:
         return Prepared(response_id, requests, wanted, answer, marker_ids(self.engine.llm.tokenizer))
 
     def _chat(self, chat: ChatRequest) -> tuple[Wanted, list[EngineRequest], list[ChatText]]:
-        """Return what is wanted of a chat, and for each choice its request and what splits its text."""
+        """Return what is wanted of a chat, and for each choice its request and the `ChatText` that splits its text."""
         llm = self.engine.llm
         check_tools(llm, chat.tools, chat.called)
         wanted = calling(llm, chat.wanted, chat.tools, chat.called, one_call=chat.one_call)
@@ -242,7 +242,7 @@ class Service:
 
 
 def _prepared(load: Callable[[], LLM]) -> LLM:
-    """Load a model, and make what the first request that needs it would make while all others wait."""
+    """Load a model, and build in advance what the first request that needs it would build while all others wait."""
     llm = load()
     if llm.tokenizer is not None:
         llm.tokenizer.control_tokens.prepare()
@@ -270,7 +270,7 @@ def _outcome(call: Callable[[], T]) -> T | _Refusal:
 
 
 def check_tools(llm: LLM, tools: Sequence[Any], called: Sequence[str]) -> None:
-    """Raise ApiError if the model may choose to call tools of which its chat template cannot tell."""
+    """Raise ApiError if the model may choose to call tools that its chat template has no place for."""
     if not llm.maker.may_offer(tools, called):
         instead = "let tool_choice say which one must be called, or leave them out"
         raise unsupported("tools", f"the chat template of this model has none; {instead}")
@@ -279,13 +279,13 @@ def check_tools(llm: LLM, tools: Sequence[Any], called: Sequence[str]) -> None:
 def calling(
     llm: LLM, wanted: Wanted, tools: Sequence[Mapping[str, Any]], called: tuple[str, ...], *, one_call: bool
 ) -> Wanted:
-    """Have an answer call one of the tools named `called`, if any, as `JobMaker.calling` does. Raises RequestError."""
+    """Return `wanted` with the settings of `JobMaker.calling`, which make answers call tools. Raises RequestError."""
     with naming(wanted.form_names):
         return replace(wanted, sampling=llm.maker.calling(wanted.sampling, tools, called, one_call=one_call))
 
 
 def bound_format(llm: LLM, wanted: Wanted, called: Sequence[str]) -> Format | None:
-    """Return the format of the calls that a grammar sees to under the settings of `calling`, None if none does."""
+    """Return the format of calls if the settings of `calling` have a grammar that enforces it, else None."""
     is_bound = called or wanted.sampling.grammar_trigger is not None
     return format_of(llm.chat_template) if is_bound else None
 
@@ -293,7 +293,10 @@ def bound_format(llm: LLM, wanted: Wanted, called: Sequence[str]) -> Format | No
 def choices_of(
     llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0, num_begun: int = 0
 ) -> list[EngineRequest]:
-    """Return the requests of the choices of a prompt, whose last `num_begun` tokens are of the answer already."""
+    """Return the requests of the choices of a prompt, numbered from `first_choice` on.
+
+    The last `num_begun` tokens of the prompt belong to the answer already.
+    """
     with naming(wanted.form_names):
         request = llm.maker.request(prompt, wanted.sampling, num_begun)
     if wanted.sampling.stop:
@@ -318,7 +321,7 @@ def _scored(
 
 
 def _filling(tokenizer: Tokenizer | None, prompt: str | list[int], suffix: str) -> str | list[int]:
-    """Return the prompt that a model continues: with a suffix, one for what stands between."""
+    """Return the prompt that a model continues: with a suffix, one that asks for the text between the two."""
     if not suffix:
         return prompt
     assert isinstance(prompt, str)

@@ -31,7 +31,7 @@ class RequestRecord:
     method: str
     path: str
     send: Send = field(repr=False)
-    """The server's own, which gets what follows the beginning of an answer without the application's layers."""
+    """The server's own `send`: streams use it after the beginning of an answer, past the application's layers."""
     status: int = 0
     ended: Mapping[int, Ended] = field(default_factory=dict)
     """The choices of the request, as they end."""
@@ -43,7 +43,7 @@ class RequestRecord:
         scope[_KEY] = self
 
     def detach(self, scope: MutableMapping[str, Any]) -> None:
-        """Let the request go: it is known to `send`, which would keep all of it until the collector comes."""
+        """Break a cycle of references: `send` knows the scope, which would stay with its request until a collection."""
         del scope[_KEY]
 
     def write(self) -> None:

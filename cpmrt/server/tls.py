@@ -1,4 +1,4 @@
-"""Connections with TLS, which count from their first byte on and have little time for their handshake."""
+"""TLS connections, which are counted before their handshake, and have a limited time for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cpmrt.server.http_protocol import HEAD_TIMEOUT_S, LimitedHttpProtocol
 
 
 class TlsProtocol(SSLProtocol):
-    """The TLS of one connection. It is one of `all_connections` until the HTTP in it takes its place.
+    """The TLS of one connection, counted in `all_connections` until the HTTP inside it takes its place.
 
-    The event loop's own way of TLS tells nobody of a connection before its handshake is done.
+    The event loop's own TLS tells nobody of a connection before its handshake is done.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of the API, written as JSON token by token: each costs the same, however many."""
+"""Log-probabilities in the two shapes of the API, written as JSON token by token, each at the same cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 256
 
 
 class TokenText(NamedTuple):
-    """A token as answers name it: its text in JSON, and its entry in a chat up to a number.
+    """A token as answers name it: its text as `json`, and its `entry` in a chat up to the log-probability.
 
     `special` is the text of a special token, which texts leave out; "" for any other.
     """
@@ -40,7 +40,7 @@ class TokenTexts:
         return known
 
     def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer | None:
-        """Return what makes the text behind these tokens, None without a tokenizer."""
+        """Return a detokenizer for the text behind these tokens, None without a tokenizer."""
         return Detokenizer(self._tokenizer, prompt_ids) if self._tokenizer is not None else None
 
     def _read(self, token_id: int) -> TokenText:
@@ -109,7 +109,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Writes the log-probabilities of a completion's choice, made like `ChatLogprobs`.
+    """Writes the log-probabilities of a completion's choice; the first arguments as for `ChatLogprobs`.
 
     The choice follows `prompt_ids`; `echo` is their text if the choice begins with it.
     """
@@ -120,7 +120,7 @@ class CompletionLogprobs:
         self._texts, self._end_ids, self._count = texts, end_ids, count
         self._prompt_ids, self._echo = prompt_ids, echo
         self._offset = len(echo)
-        """The characters of the choice's text so far."""
+        """The number of characters of the choice's text so far."""
         self._detokenizer = texts.detokenizer(prompt_ids)
         self._tokens, self._numbers, self._tops, self._offsets = (_Entries() for _ in range(4))
 
@@ -154,13 +154,13 @@ class CompletionLogprobs:
             self._tops.append(top)
 
     def _added(self, token_id: int, special: str) -> int:
-        """Return how many characters the text grows by; a special token is in it only if the prompt was so written."""
+        """Return how many characters a token adds; a special token adds some only if the echoed prompt has its text."""
         if special:
             return len(special) if self._echo.startswith(special, self._offset) else 0
         return len(self._detokenizer.push((token_id,))) if self._detokenizer is not None else 0
 
     def _top(self, entry: TokenLogprobs) -> str:
-        # The token that was taken is always there. Tokens of the same text are one name: the likeliest stays.
+        # The sampled token is always included. Tokens of the same text are one key, and the likeliest of them stays.
         tokens = [(entry.token_id, entry.logprob), *reversed(entry.top[: self._count])]
         best = {self._texts.of(token).json: _number(logprob) for token, logprob in tokens}
         return "{" + ",".join([f"{text}:{number}" for text, number in best.items()]) + "}"

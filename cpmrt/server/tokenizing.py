@@ -94,7 +94,7 @@ def _piece(tokenizer: Tokenizer, token_id: int) -> str | list[int]:
 
 
 def _encoder(tokenizer: Tokenizer, fields: Fields, *, begins: bool) -> Callable[[str], list[int]]:
-    """Return what makes tokens of a text; `begins`: behind BOS, if the request does not say. Raises ApiError 400."""
+    """Return the function that tokenizes a text. `begins`: BOS comes first by default. Raises ApiError 400."""
     for name in ("add_special_tokens", "add_special"):
         wanted = fields.boolean(name)
         begins = begins if wanted is None else wanted
@@ -104,7 +104,7 @@ def _encoder(tokenizer: Tokenizer, fields: Fields, *, begins: bool) -> Callable[
 
 
 def _template_fields(fields: Fields) -> dict[str, Any]:
-    """Read what a chat's template gets besides the messages. Raises ApiError 400, with and without messages."""
+    """Read the arguments of a chat's template besides the messages. Raises ApiError 400, even without messages."""
     check_unused(fields, REFUSED_IN_TOKENIZE)
     return {
         "tools": read_tools(fields) or None,

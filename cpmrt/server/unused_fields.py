@@ -1,7 +1,7 @@
 """Fields of requests that this server does nothing with: harmless ones are accepted, the others are refused by name.
 
 A field that would change the answer must not be ignored: its client would take the answer for something that it is not.
-Those that other endpoints have by another name count as such. Fields in neither table are unknown here and ignored.
+Fields that an endpoint has by another name count as such. Fields in neither table are unknown here and ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SEND_ALL = "send the whole conversation as input: this server keeps none"
 _STOPS_BEFORE = "answers end before their stop string"
 
 Refused = tuple[tuple[Any, ...], str]
-"""The values that ask for nothing, and what to do instead."""
+"""The values of a field that ask for nothing, which are accepted, and what to do instead of others."""
 
 REFUSED: dict[str, Refused] = {
     "guided_whitespace_pattern": ((), "JSON is written on one line, with a space behind commas and colons"),
@@ -84,7 +84,7 @@ REFUSED: dict[str, Refused] = {
     "return_tokens_as_token_ids": ((False,), "use /tokenize"),
     "return_token_ids": ((False,), "use /tokenize"),
 }
-"""Fields that would change any answer."""
+"""Fields that would change the answer of every endpoint that generates text."""
 
 _OF_OTHER_ENDPOINTS: dict[str, Refused] = {
     "max_output_tokens": ((), _USE_MAX_TOKENS),

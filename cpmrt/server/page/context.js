@@ -1,4 +1,4 @@
-// What of a conversation fits into the model's context.
+// Chooses the turns of a conversation that fit into the model's context.
 
 const LARGEST_RESERVE = 1024;
 const TYPICAL = { tokens: 120, characters: 300 };

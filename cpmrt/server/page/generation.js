@@ -5,7 +5,7 @@ import { messagesOf, turnsOf, turnsToLeaveOut } from "./context.js";
 
 export class Generation {
   /**
-   * Write the answer to the question that `answer`, an empty message of `conversation`, stands behind. `request` has
+   * Write `answer`, an empty message of `conversation`, which follows the question that it answers. `request` has
    * `fields` and `key` of the settings and the `contextLength` of the model. `onChange()` is called for each piece.
    */
   constructor(conversation, answer, request, onChange) {

@@ -1,9 +1,9 @@
-// What a person has set: sampling in the browser's localStorage, the key in its sessionStorage.
+// A person's settings: sampling in the browser's localStorage, the key in its sessionStorage.
 
 const PLACE = "cpmrt.settings";
 const KEY_PLACE = "cpmrt.key";
 
-/** The numbers of a request. `hint` is what holds where nothing is set and the model's makers recommend nothing. */
+/** The numbers of a request. `hint` is the value if neither the person nor the checkpoint says one. */
 export const NUMBERS = {
   temperature: { label: "Temperature", min: 0, max: 5 },
   top_p: { label: "Top p", min: 0.01, max: 1 },

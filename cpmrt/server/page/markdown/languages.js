@@ -1,5 +1,5 @@
-// What the highlighter knows of programming languages. `line` and `block` are comments, `long` are strings that go over
-// several lines, `directive` is what else stands out.
+// The highlighter's tables of programming languages. `line` and `block` are the marks of comments, `long` those of
+// strings that go over several lines, `directive` is a pattern of whatever else stands out.
 
 const words = text => new Set(text.trim().split(/\s+/));
 

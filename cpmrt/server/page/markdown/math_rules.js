@@ -29,7 +29,7 @@ function delimited(state, opening) {
   return end < 0 || !text.trim() ? null : { text, end: end + 2 };
 }
 
-/** Find the next closing mark. What is known to be missing is not looked for again: each `$` of a text asks. */
+/** Find the next closing mark. A mark known to be missing is not looked for again, as each `$` of a text asks. */
 function closing(state, mark, begin) {
   const missing = (state.missingMarks ??= new Set());
   const end = missing.has(mark) ? -1 : state.src.indexOf(mark, begin);

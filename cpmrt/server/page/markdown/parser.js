@@ -18,7 +18,7 @@ for (const parser of [blocks, inline]) {
 }
 blocks.block.ruler.before("table", "too_deep", tooDeep, { alt: [] });
 
-/** Show what is nested deeper than anybody nests as one block of text. */
+/** Show blocks that are nested deeper than anybody nests them as one block of text. */
 function tooDeep(state, line, end, silent) {
   if (state.level < DEEPEST_BLOCK) return false;
   if (silent) return true;

@@ -1,4 +1,4 @@
-// What an empty conversation shows: the model, where it runs, and questions to begin with.
+// The view of an empty conversation: the model, where it runs, and questions to begin with.
 
 import { element } from "../dom.js";
 
