@@ -18,19 +18,20 @@ class Architecture:
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 2048
     head_dim: int | None = None
-    """None: hidden_size / num_attention_heads."""
+    """Elements of a head; None for hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
-    """None: as many as query heads."""
+    """KV heads; None for as many as query heads."""
     fixed_qkv_bias: bool = False
-    """q, k and v always carry a bias, whatever `attention_bias` says."""
+    """Whether q, k and v always have a bias, whatever `attention_bias` says."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE."""
+    """Whether each query and key head is normalised (RMSNorm) before RoPE."""
     latent_attention: bool = False
-    """Multi-head latent attention, whose sizes are q_lora_rank, kv_lora_rank, qk_nope_head_dim and qk_rope_head_dim."""
+    """Whether attention is multi-head latent attention, with the sizes q_lora_rank, kv_lora_rank, qk_nope_head_dim and
+    qk_rope_head_dim."""
     mup: bool = False
-    """scale_emb, scale_depth and dim_model_base apply."""
+    """Whether scale_emb, scale_depth and dim_model_base apply."""
     lists_mixers: bool = False
-    """`mixer_types` names the kind of each layer (`config.hybrid`)."""
+    """Whether `mixer_types` names the kind of each layer's mixer (`config.hybrid`)."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
 

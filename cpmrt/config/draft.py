@@ -1,4 +1,4 @@
-"""What drafts for a target model: the method, its layers' sizes and constants, and how its tensors are called.
+"""The config of a draft for a target model: its method, its layers' sizes and constants, and the names of its tensors.
 
 `config.eagle` and `config.dspark` read it from a draft's config.json and tensor names, and compare it with the target.
 """
@@ -14,7 +14,7 @@ from cpmrt.config.speculation import SpeculationConfig
 from cpmrt.errors import ConfigError, UnsupportedModelError
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of the tensors of a checkpoint, by name."""
+"""Shapes of the tensors of a checkpoint, by name."""
 STEMS = ("", "model.")
 WEIGHTS = (".weight", ".qweight", ".weight_packed")
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
@@ -23,23 +23,23 @@ NOT_OF_LAYERS = ("architectures", "model_type", "bos_token_id", "eos_token_id", 
 
 @dataclass(frozen=True)
 class Block:
-    """What a DSpark draft (`config.dspark`) has beside its layers.
+    """The block of a DSpark draft (`config.dspark`), and the heads that it has beside its layers.
 
-    A pass has `size` rows: the newest token, and `mask_token_id` in the others. Each drafts the token behind it. The
-    Markov head adds to a row's logits the product of two vectors of `markov_rank` elements, one of the token before and
-    one of the token itself.
+    A pass has `size` rows: the newest token, and `mask_token_id` in the others. Each row drafts the token that follows
+    it. The Markov head adds to each logit of a row the product of two vectors of `markov_rank` elements, one of the
+    token before and one of the logit's own token.
     """
 
     size: int
     mask_token_id: int
     markov_rank: int
     has_confidence: bool
-    """Whether a head says how likely a drafted token is to be accepted."""
+    """Whether there is a confidence head, which estimates how likely a drafted token is to be accepted."""
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A draft that fits its target. `decoder` has the sizes of its layers; None: prompt lookup, which has none.
+    """A draft that fits its target. `decoder` has the sizes of its layers; None for prompt lookup, which has none.
 
     For an EAGLE or DSpark draft the decoder's `scale_emb` and `logit_divisor` are those of the target, whose embedding
     and head it uses, and `vocab_size` is the target's; `method` "model" is a whole model of its own.
@@ -48,27 +48,29 @@ class DraftConfig:
     method: str
     decoder: ModelConfig | None = None
     stem: str = ""
-    """Before the names of `fc` and the norms beside it."""
+    """The prefix of the names of `fc` and of the norms beside it."""
     layer_name: str = ""
-    """Of a layer, with {} for its number."""
+    """The name of a layer, with {} for its number."""
     has_input_norms: bool = False
-    """RMSNorm of the embedding and of the hidden state before `fc` (MiniCPM's EAGLE-2)."""
+    """Whether the embedding and the hidden state are normalised (RMSNorm) before `fc` (MiniCPM's EAGLE-2)."""
     has_fc_bias: bool = False
     has_head: bool = False
-    """EAGLE-2 as vLLM has it for MiniCPM: its head counts where that is not a copy of the target's."""
+    """Whether the draft's files have a head, which counts where it is no copy of the target's: DSpark, and EAGLE-2 as
+    vLLM has it for MiniCPM."""
     has_split_fc: bool = False
-    """Quantised as two matrices one after the other: the embedding's half [h, h], then the hidden state's (CPM.cu)."""
+    """Whether `fc` is quantised as two matrices one after the other: the embedding's half [h, h], then the hidden
+    state's (CPM.cu)."""
     taps: tuple[int, ...] = ()
     """The target's layers whose inputs EAGLE-3 and DSpark read; empty: the output of the final norm is read."""
     draft_vocab: int = 0
-    """Rows of its head; 0: lookup."""
+    """Rows of the draft's head; 0 for prompt lookup."""
     head_bits: int | None = None
     block: Block | None = None
-    """Of a DSpark draft."""
+    """The block of a DSpark draft; None for other methods."""
 
     @property
     def layers_config(self) -> ModelConfig:
-        """The draft's layers and constants, for a draft that has layers."""
+        """The `decoder` of a draft that has layers."""
         assert self.decoder is not None, "prompt lookup has no forward"
         return self.decoder
 
@@ -78,24 +80,27 @@ class DraftConfig:
 
     @property
     def reads_states(self) -> bool:
-        """Whether it reads the target's hidden states, those of the token before its row's."""
+        """Whether the draft reads the target's hidden states: a row reads those of the token before the row's own."""
         return self.is_eagle or self.block is not None
 
     @property
     def hidden_width(self) -> int:
-        """Columns of the target's hidden states that a drafted row needs; 0: none."""
+        """Columns of the target's hidden states that a drafted row reads; 0 where it reads none."""
         if self.decoder is None or not self.reads_states:
             return 0
         return self.decoder.hidden_size * (len(self.taps) or 1)
 
     @classmethod
     def lookup(cls) -> DraftConfig:
-        """Prompt lookup: it has no files."""
+        """Return the config of prompt lookup, which has no files."""
         return cls("lookup")
 
     @classmethod
     def of_model(cls, decoder: ModelConfig, target: ModelConfig, wish: SpeculationConfig, source: str) -> DraftConfig:
-        """An independent model with the target's tokenizer. Raises ConfigError, UnsupportedModelError."""
+        """Return the config of a draft that is a whole model with the target's vocabulary.
+
+        Raises ConfigError, UnsupportedModelError.
+        """
         if decoder.vocab_size != target.vocab_size:
             raise disagrees(source, "vocab_size", target.vocab_size, decoder.vocab_size)
         try:
@@ -111,7 +116,7 @@ class DraftConfig:
 
 
 def detect_method(names: Mapping[str, Any]) -> str:
-    """The method that a draft's tensors were made for: eagle2 | eagle3 | dspark | model."""
+    """Return the method that a draft's tensors were made for: eagle2 | eagle3 | dspark | model."""
     if "hidden_norm.weight" in names:
         return "dspark"
     if any(name.partition("midlayer.")[1] or name.endswith("hidden_norm.weight") for name in names) or "d2t" in names:

@@ -1,8 +1,8 @@
-"""DSpark drafts: a block of tokens in one pass of a few layers, then chosen one after another with a Markov head.
+"""Reads DSpark drafts, from their config.json and the names of their tensors, and compares them with the target.
 
-Read from the draft's config.json and its tensor names, and compared with the target. Source: DeepSpec's DSpark
-("Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation"), as `openbmb/MiniCPM5-2B-DSpark` and
-the drafts for Qwen3 are published.
+Such a draft computes a block of tokens in one pass of a few layers; they are then chosen one after another with a
+Markov head. Source: DeepSpec's DSpark ("Confidence-Scheduled Speculative Decoding with Semi-Autoregressive
+Generation"), as `openbmb/MiniCPM5-2B-DSpark` and the drafts for Qwen3 are published.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VARIANTS: tuple[tuple[str, Any], ...] = (
     ("markov_head_type", "vanilla"), ("sample_from_anchor", True), ("confidence_head_with_markov", True),
     ("attention_value_scale", 1.0),
 )  # fmt: skip
-"""Fields that name a variant, with the value that is carried out, which is also that of an absent field."""
+"""Fields that name a variant, with the only value that is implemented, which an absent field has too."""
 
 
 def read_dspark(
@@ -33,10 +33,10 @@ def read_dspark(
     source: str = "config.json",
     quantize_config: Mapping[str, Any] | None = None,
 ) -> DraftConfig:
-    """Return the draft of config.json's object and of the shapes of the tensors (None: the weights will be random).
+    """Return the draft that config.json's object and the shapes of its tensors describe.
 
-    Raises ConfigError where the config lacks something or contradicts the target, UnsupportedModelError for a variant
-    that is not carried out.
+    `shapes` is None where the weights will be random. Raises ConfigError where the config lacks something or
+    contradicts the target, UnsupportedModelError for a variant that is not implemented.
     """
     check_method(shapes, wish.method, source)
     nested = Fields(config, source).mapping("dflash_config")
@@ -62,7 +62,7 @@ def read_dspark(
 
 
 def chains_of(shapes: tuple[TreeShape, ...], block: Block) -> tuple[TreeShape, ...]:
-    """Return the chains that are verified: those asked for, or for the default ones those of this block's size.
+    """Return the chains that are verified: `shapes` or, if these are the defaults, ones of 1, 1/2 and 1/4 of the block.
 
     Raises ConfigError for a chain that is longer than the block.
     """
@@ -78,7 +78,7 @@ def chains_of(shapes: tuple[TreeShape, ...], block: Block) -> tuple[TreeShape, .
 
 
 def _refuse_variants(fields: Fields) -> None:
-    """Raise UnsupportedModelError for a field that names another variant than the one that is carried out."""
+    """Raise UnsupportedModelError for a field that names a variant that is not implemented."""
     for name, known in _VARIANTS:
         value = fields.data.get(name)
         if value is not None and value != known:
@@ -88,20 +88,20 @@ def _refuse_variants(fields: Fields) -> None:
 
 
 def _has_confidence(fields: Fields, shapes: Shapes | None) -> bool:
-    """Return whether there is a confidence head: as the config says, else as the tensors are."""
+    """Return whether there is a confidence head: by the config or, where it does not say, by the tensors."""
     is_there = shapes is None or _CONFIDENCE in shapes
     return fields.boolean("enable_confidence_head", is_there)
 
 
 def _brings_head(shapes: Shapes | None) -> bool:
-    """Return whether the draft has an embedding or a head of its own, which mostly are copies of the target's."""
+    """Return whether the draft's files have an embedding or a head, which are mostly copies of the target's."""
     return shapes is not None and not shapes.keys().isdisjoint(("embed_tokens.weight", "lm_head.weight"))
 
 
 def _target_layers(fields: Fields, target: ModelConfig) -> list[int]:
     """Return the target's layers whose outputs the draft reads.
 
-    That of the last layer is not among them: transformers counts the final norm in.
+    The last layer may not be among them: in transformers its output includes the final norm.
     """
     named_layers = fields.integer("num_target_layers", target.num_layers)
     if named_layers != target.num_layers:
@@ -113,7 +113,7 @@ def _target_layers(fields: Fields, target: ModelConfig) -> list[int]:
 
 
 def _decoder(fields: Fields, target: ModelConfig, quantize_config: Mapping[str, Any] | None) -> ModelConfig:
-    """Return the sizes and constants of the draft's layers, which are those of Qwen3."""
+    """Return the sizes and constants of the draft's layers, which are built like those of Qwen3."""
     source = fields.source
     for name, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if (found := fields.integer(name)) != expected:

@@ -1,4 +1,4 @@
-"""EAGLE drafts: sizes, constants and names, by config.json and by the tensors that there are, compared with the target.
+"""Reads EAGLE drafts, from their config.json and the tensors that they have, and compares them with the target.
 
 Sources: EAGLE-2 (arXiv 2406.16858) as the EAGLE repository, vLLM's `minicpm_eagle` and CPM.cu write it; EAGLE-3 (arXiv
 2503.01840).
@@ -40,9 +40,10 @@ def read_eagle(
     source: str = "config.json",
     quantize_config: Mapping[str, Any] | None = None,
 ) -> DraftConfig:
-    """Return the draft of config.json's object and of the shapes of the tensors (None: the weights will be random).
+    """Return the draft that config.json's object and the shapes of its tensors describe.
 
-    Raises ConfigError where the config contradicts the target, CheckpointError where a tensor does.
+    `shapes` is None where the weights will be random. Raises ConfigError where the config contradicts the target,
+    CheckpointError where a tensor does.
     """
     check_method(shapes, wish.method, source)
     fields = Fields(config, source)
@@ -68,7 +69,7 @@ def read_eagle(
 def _decoder(
     fields: Fields, target: ModelConfig, wish: SpeculationConfig, quantize_config: Mapping[str, Any] | None
 ) -> ModelConfig:
-    """Sizes and constants of the draft's layers, compared with the target's."""
+    """Return the sizes and constants of the draft's layers. Raises ConfigError where they contradict the target's."""
     own, source = fields.data, fields.source
     hidden = fields.integer("hidden_size")
     if hidden != target.hidden_size:
@@ -107,14 +108,18 @@ def _decoder(
 
 
 def _check_constant(fields: Fields, name: str, expected: float | None) -> None:
-    """A constant that the draft's config repeats must be the target's: it is the target's embedding and head."""
+    """Raise ConfigError where the draft's config repeats a constant of the target's, whose embedding and head it uses,
+    with another value."""
     found = fields.number(name, None)
     if found is not None and not isclose(found, 1.0 if expected is None else expected):
         raise disagrees(fields.source, name, expected, found, f"correct {name} in the draft's config.json")
 
 
 def _residual_scale(fields: Fields, target: ModelConfig, wish: SpeculationConfig) -> float:
-    """Factor on the output of the draft's sublayers. Two runtimes disagree; `wish.residual_scale` says whose counts."""
+    """Return the factor on the output of the draft's sublayers.
+
+    Two runtimes disagree about it; `wish.residual_scale` says whose rule counts.
+    """
     depth = fields.number("scale_depth", None, *SCALES)
     kind = f"{fields.data.get('model_type')} {fields.data.get('architectures')}".lower()
     if wish.method == "eagle3" and "minicpm" not in kind:
@@ -137,7 +142,7 @@ def _residual_scale(fields: Fields, target: ModelConfig, wish: SpeculationConfig
 
 
 def _names(method: str, shapes: Shapes | None, is_mup: bool, source: str) -> tuple[str, str]:
-    """Stem and layer name of the family that the tensors belong to."""
+    """Return `DraftConfig.stem` and `layer_name`, by the names of the tensors (`shapes` None: the usual ones)."""
     patterns = _LAYERS[method]
     if shapes is None:
         return ("model.", "model.eagle_layers.{}") if method == "eagle2" and is_mup else ("", patterns[-1])
@@ -160,7 +165,7 @@ def _has_head(fields: Fields, shapes: Shapes | None, target: ModelConfig) -> boo
 
 
 def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
-    """The layers whose inputs EAGLE-3 reads: an early, a middle and a late one unless the config names them."""
+    """Return the layers whose inputs EAGLE-3 reads: an early, a middle and a late one unless the config names them."""
     layers = target.num_layers
     section = Fields(fields.mapping("eagle_config"), f"{fields.source}: eagle_config")
     place = section if section.data.get(_TAPS) is not None else fields
@@ -177,7 +182,10 @@ def _taps(fields: Fields, target: ModelConfig) -> tuple[int, ...]:
 
 
 def _draft_vocab(fields: Fields, shapes: Shapes | None, target: ModelConfig, wish: SpeculationConfig) -> int:
-    """Rows of the head. A cut of the target's head (EAGLE-2) is known later, with the file that lists its tokens."""
+    """Return the rows of the draft's head.
+
+    EAGLE-2 has the target's; how it is cut is known later, with the file that lists the frequent tokens.
+    """
     if wish.method == "eagle2":
         return target.vocab_size
     named = fields.integer("draft_vocab_size", None)
@@ -193,7 +201,7 @@ def _draft_vocab(fields: Fields, shapes: Shapes | None, target: ModelConfig, wis
 
 
 def _as_stored(draft: DraftConfig, shapes: Shapes, source: str) -> DraftConfig:
-    """The parts that only the tensors tell: norms and biases that are there, a split fc."""
+    """Return the draft with the properties that only its tensors tell: which norms and biases it has, a split fc."""
     decoder, stem = draft.decoder, draft.stem
     assert decoder is not None
     norms = [f"{stem}input_norm{i}.weight" in shapes for i in (1, 2)]
@@ -217,7 +225,11 @@ def _as_stored(draft: DraftConfig, shapes: Shapes, source: str) -> DraftConfig:
 
 
 def _wired(decoder: ModelConfig, is_eagle3: bool, has_norm: bool, **mixer: Any) -> ModelConfig:
-    """The draft's layers: those of a decoder but for the first, and for these fields of their attention."""
+    """Return the decoder with its layers wired as a draft's, and with the fields `mixer` in their attention.
+
+    Only the first layer is wired differently from that of a model: it may lack the norm before its mixer, and with
+    EAGLE-3 it reads the joined buffer (`LayerConfig`).
+    """
 
     def wired(number: int, layer: LayerConfig) -> LayerConfig:
         attention = replace(decoder.attention, **mixer)

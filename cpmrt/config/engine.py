@@ -1,4 +1,4 @@
-"""How a model is loaded and run: everything that is not the checkpoint's own."""
+"""The settings with which a model is loaded and run: all that are not the checkpoint's own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from cpmrt.errors import ConfigError, quoted
 
 FP8 = "fp8"
 KEEP_ANSWERS = "fast"
-"""The value of `EngineConfig.prefix_cache` that keeps what decode steps have written."""
+"""The value of `EngineConfig.prefix_cache` that also keeps the KV pages that decode steps have written."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes from 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary). Raises ConfigError."""
+    """Return the number of bytes in 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary).
+
+    Raises ConfigError.
+    """
     written = text if isinstance(text, str) else quoted(text)
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", written)
     if isinstance(text, bool) or not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
@@ -34,16 +37,19 @@ class EngineConfig:
     tokens, `max_sequences` = resident sequences that decode together. `cuda_graphs` False launches kernel by kernel;
     `dependent_launch` False keeps a kernel from starting while the one before it ends (sm_90 and later).
     `steps_per_launch` equal decode steps are one launch of a graph that loops, where so many are wanted and nothing
-    comes between them; twice as many are then submitted before their results are read, which a new request has to wait
-    for. None of it changes a bit of the output. `lm_head_bits` 8 or 4 rounds the output head to that many bits while it
-    is loaded (None: it stays as it is). With `lm_head_screen` a GPU keeps an 8-bit copy of a head in 16 bits, of which
-    a step reads all, and then only those rows of the head that it may choose; the tokens are the same. `prefix_cache`
-    keeps the KV pages of prompts, as far as nothing needs their room, for later prompts that begin alike; "fast" keeps
-    those of answers too, whose bits differ a little from those that a prefill of the same text makes. `speculation`
-    says how the model in `draft` (a folder, a hub id or a folder within the model's own; None for the method lookup) is
-    put to use. `kv_dtype` "fp8" keeps keys and values in 8 bits (e4m3, a scale for each page and head) instead of in
-    `dtype` ("auto"). `prefix_dir` is a folder that keeps the KV pages of chats' system parts from one start to the next
-    (`cpmrt.prefixes`).
+    comes between them; up to twice as many steps are then submitted before their results are read, and a new request
+    has to wait for these. None of these settings changes a bit of the output.
+
+    `lm_head_bits` 8 or 4 rounds the output head to that many bits while it is loaded (None: it stays as it is). With
+    `lm_head_screen` a GPU keeps an 8-bit copy of a head in 16 bits; a step reads the whole copy, and of the head itself
+    only the rows that may still be chosen; the tokens are the same. `kv_dtype` "fp8" keeps keys and values in 8 bits
+    (e4m3, a scale for each page and head) instead of in `dtype` ("auto").
+
+    `prefix_cache` keeps the KV pages of prompts, as long as nothing else needs their room, for later prompts that begin
+    alike; "fast" keeps those of answers too, whose bits differ a little from those that a prefill of the same text
+    makes. `prefix_dir` is a folder that keeps the KV pages of chats' system parts from one start to the next
+    (`cpmrt.prefixes`). `draft` is the draft model (a folder, a hub id or a folder within the model's own; None for the
+    method lookup), and `speculation` says how it is used.
     """
 
     executor: str = "auto"
@@ -118,7 +124,7 @@ class EngineConfig:
             )  # fmt: skip
 
     def storage_dtype(self, checkpoint_dtype: DType | None) -> DType:
-        """The type of weights, KV and activations: the user's wish, else the checkpoint's, else bfloat16."""
+        """Return the type of weights, KV and activations: the user's, else the checkpoint's, else bfloat16."""
         return DType.parse(self.dtype) if self.dtype != "auto" else checkpoint_dtype or DType.BFLOAT16
 
 

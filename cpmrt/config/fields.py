@@ -1,4 +1,4 @@
-"""Typed reading of one JSON object, so that a bad field is an error that names it."""
+"""Reads the fields of one JSON object by type, so that a bad field becomes an error that names it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Fields:
         self.data, self.source = data, source
 
     def fail(self, name: str, expected: str, fix: str | None = None) -> ConfigError:
-        """The error for a field that does not hold what it must."""
+        """Return the error for a field that does not hold what is `expected`."""
         actual = quoted(self.data[name]) if name in self.data else "nothing"
         return ConfigError(f"{self.source}: {name}", expected=expected, actual=actual, fix=fix)
 
@@ -31,11 +31,11 @@ class Fields:
         return None
 
     def first_of(self, *names: str) -> str:
-        """The first of these names that has a value, else the last."""
+        """Return the first of these names that has a value, else the last."""
         return next((name for name in names if self.data.get(name) is not None), names[-1])
 
     def integer(self, name: str, default: Any = REQUIRED, low: int = 1, high: int = 2**31 - 1) -> Any:
-        """An integer in [low, high]; the default (any type) where the field is absent."""
+        """Return an integer in [low, high]; the default (any type) where the field is absent."""
         value = self._value(name, default)
         if value is None:
             return default
@@ -46,7 +46,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: Any = REQUIRED, low: float = 1e-12, high: float = 1e12) -> Any:
-        """A number in [low, high] as float; the default (any type) where the field is absent."""
+        """Return a number in [low, high] as float; the default (any type) where the field is absent."""
         value = self._value(name, default)
         if value is None:
             return default
@@ -55,7 +55,7 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        """true or false."""
+        """Return true or false; the default where the field is absent."""
         value = self._value(name, default)
         if value is None:
             return default
@@ -64,7 +64,7 @@ class Fields:
         return value
 
     def text(self, name: str, default: Any = REQUIRED) -> Any:
-        """A string; the default (any type) where the field is absent."""
+        """Return a string; the default (any type) where the field is absent."""
         value = self._value(name, default)
         if value is None:
             return default
@@ -73,7 +73,7 @@ class Fields:
         return value
 
     def numbers(self, name: str, length: int, low: float, high: float) -> tuple[float, ...]:
-        """A list of `length` numbers in [low, high]."""
+        """Return a list of `length` numbers in [low, high] as a tuple; the field is required."""
         values = self._value(name, REQUIRED)
         if not isinstance(values, list) or len(values) != length:
             found = f"a list of {len(values)}" if isinstance(values, list) else quoted(values)
@@ -85,7 +85,7 @@ class Fields:
         return tuple(float(v) for v in values)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """An id or a list of ids below `vocab_size`; empty where the field is absent."""
+        """Return the ids of a field that holds one or a list of them, each below `vocab_size`; none if it is absent."""
         value = self.data.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(integer(i, 0, vocab_size - 1) is None for i in ids):
@@ -93,7 +93,7 @@ class Fields:
         return tuple(ids)
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """An object; empty where the field is absent."""
+        """Return an object; an empty one where the field is absent."""
         value = self._value(name, None)
         if value is None:
             return {}
@@ -102,7 +102,7 @@ class Fields:
         return value
 
     def names(self, name: str) -> list[str]:
-        """A list of texts, or of lists of them, as one list; empty where the field is absent."""
+        """Return a list of texts, or of lists of texts, as one list; an empty one where the field is absent."""
         value = self._value(name, None)
         if value is None:
             return []
@@ -114,5 +114,6 @@ class Fields:
 
 
 def _is_number_in(value: object, low: float, high: float) -> bool:
-    """NaN is in no range, and an integer too large for a float is compared as it is."""
+    """Whether a value is a number in [low, high]: NaN never is, and an integer too large for a float is compared as it
+    is."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high

@@ -14,13 +14,13 @@ from typing import Any, Literal
 from cpmrt.errors import RequestError, quoted
 
 MAX_FORM_BYTES = 256 * 1024
-"""The longest text of a form."""
+"""The most bytes of a form's text in UTF-8."""
 FormKind = Literal["json_schema", "regex", "grammar", "choices"]
 FORM_FIELDS: tuple[FormKind, ...] = typing.get_args(FormKind)
-"""The fields of SamplingParams of which one at most gives a form."""
+"""The fields of SamplingParams that give a form; at most one of them may be set."""
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
-"""JSON is written as Python's json.dumps writes it: a model cannot go on with white space for ever, and what stands
-between values need not be sampled. The names are llguidance's."""
+"""llguidance's options for JSON, by which it is written as Python's json.dumps writes it: a model cannot go on with
+white space for ever, and the separators between values need not be sampled."""
 _ARRAYS = (list, set, frozenset, Sequence)
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
@@ -29,7 +29,7 @@ _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type
 class Form:
     """A form as text: a JSON schema, a regular expression, a Lark grammar, or a JSON array of the choices.
 
-    With a `trigger` it binds the answer from that text on, which it begins with itself.
+    With a `trigger` the form binds the answer only from that text on, and the form itself begins with it.
     """
 
     kind: FormKind
@@ -44,7 +44,7 @@ def form_of(
     choices: Sequence[str] | None,
     trigger: str | None,
 ) -> Form | None:
-    """Return the form that is given, or None. Raises RequestError for several, and for one that is too long."""
+    """Return the form that one of the arguments gives, or None. Raises RequestError for several, or for a wrong one."""
     if trigger is not None and (grammar is None or not _is_valid_text(trigger)):
         expected = "a text that is not empty, together with grammar"
         raise RequestError("SamplingParams.grammar_trigger", expected=expected, actual=quoted(trigger))
@@ -71,7 +71,7 @@ def as_terminal(text: str) -> str:
 
 
 def schema_text(schema: object) -> str:
-    """Return a JSON schema as text: of a dict, of text that holds one, of a pydantic model or of a dataclass.
+    """Return the JSON schema of a dict, of a text that holds one, of a pydantic model or of a dataclass, as text.
 
     Raises RequestError.
     """
@@ -83,7 +83,7 @@ def schema_text(schema: object) -> str:
     elif hasattr(schema, "model_json_schema"):
         try:
             schema = schema.model_json_schema()
-        except Exception as error:  # pydantic's own, of a field that JSON has no values of
+        except Exception as error:  # pydantic's own, for a field whose type JSON lacks
             raise _wrong(f"a model without one ({error})"[:120]) from None
     elif isinstance(schema, type) and dataclasses.is_dataclass(schema):
         schema = _of_dataclass(schema)
@@ -96,7 +96,7 @@ def schema_text(schema: object) -> str:
 
 
 def choice_texts(choices: object) -> tuple[str, ...]:
-    """Return the choices as a tuple. Raises RequestError for anything but texts that are not empty, one or more."""
+    """Return the choices as a tuple. Raises RequestError unless they are one text or more, none empty."""
     if isinstance(choices, (list, tuple)) and choices and all(isinstance(each, str) and each for each in choices):
         return tuple(choices)
     expected = "a list of one text or more, none empty"
@@ -104,7 +104,7 @@ def choice_texts(choices: object) -> tuple[str, ...]:
 
 
 def _is_valid_text(text: object) -> bool:
-    """Tell whether this is a text that is not empty and has no half of a surrogate pair, which no answer can hold."""
+    """Tell whether this is a text that is not empty and has no lone surrogate, which no answer can contain."""
     return isinstance(text, str) and bool(text) and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -119,7 +119,7 @@ def _of_dataclass(kind: Any, path: tuple[type, ...] = ()) -> dict[str, Any]:
         raise _wrong(f"the recursive dataclass {kind.__name__}")
     try:
         hints = typing.get_type_hints(kind)
-    except Exception as error:  # of a name that is not known where the dataclass is
+    except Exception as error:  # for a type's name that the dataclass's module lacks
         raise _wrong(f"the dataclass {kind.__name__}, whose types cannot be read ({error})"[:160]) from None
     fields = [field for field in dataclasses.fields(kind) if field.init]
     missing = dataclasses.MISSING
@@ -132,7 +132,7 @@ def _of_dataclass(kind: Any, path: tuple[type, ...] = ()) -> dict[str, Any]:
 
 
 def _of_type(hint: Any, path: tuple[type, ...]) -> dict[str, Any]:
-    """Return the schema of a type hint. Raises RequestError for a type that JSON has no values of."""
+    """Return the schema of a type hint. Raises RequestError for a type whose values JSON cannot express."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in _SIMPLE:
         return {"type": _SIMPLE[hint]}

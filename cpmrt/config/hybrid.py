@@ -22,7 +22,7 @@ _OWN_FIELDS = ("lightning_", "attn_use_", "use_output_")
 
 
 def read_mixers(fields: Fields, attention: MixerConfig, num_layers: int) -> tuple[MixerConfig, ...]:
-    """Return the mixer of each layer; `attention` is what the fields that all architectures share say of it.
+    """Return the mixer of each layer; `attention` is the one read from the fields that all architectures share.
 
     Raises ConfigError for malformed fields, UnsupportedModelError for kinds and settings that are not implemented.
     """

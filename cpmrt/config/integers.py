@@ -1,4 +1,4 @@
-"""Integers among the settings that a program gives: of any kind, NumPy's among them, but no bool."""
+"""Checks integers among the settings that a program gives: of any type, also NumPy's, but not bool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers as data: how tokens are mixed, what follows the mixing, and how one layer is wired.
+"""Layers as data: the mixer and the mlp of a layer, and how they are wired.
 
 Every kind of mixer and of mlp is one frozen config here and one module in `models/mixers` or `models/mlps`.
 """
@@ -11,32 +11,33 @@ from math import floor, log2
 from cpmrt.config.sparse import SparseConfig
 
 LIGHTNING_BLOCK = 64
-"""Tokens of the blocks in which lightning attention computes a prompt; each begins at a multiple of them."""
+"""Tokens of each block in which lightning attention computes a prompt; a block begins at a multiple of it."""
 
 
 class MixerConfig:
-    """What every kind of token mixing has in common."""
+    """The base of every kind of mixer."""
 
     @property
     def prefill_step(self) -> int:
-        """The number of tokens at whose multiples a prompt may be cut into chunks."""
+        """The number of tokens of which every chunk of a prompt but the last must have a multiple."""
         return 1
 
     def for_context(self, limit: int) -> MixerConfig:
-        """Return the mixer for texts of at most `limit` tokens."""
+        """Return an equivalent mixer, perhaps a simpler one, for texts of at most `limit` tokens."""
         return self
 
 
 class MlpConfig:
-    """What every kind of mlp has in common: that it is one."""
+    """The base of every kind of mlp, which have nothing else in common."""
 
 
 @dataclass(frozen=True)
 class GroupedAttention(MixerConfig):
     """Grouped-query attention with rotary positions; sizes are element counts.
 
-    `sparse` None: every token looks at all tokens before it. `window`: at most so many last ones; 0: all. Without
-    `rope` queries and keys know no position. With an `output_gate` the attention is multiplied by sigmoid(gate(x)).
+    With `sparse` None every token looks at all tokens before it, or with a `window` above 0 at no more than so many
+    last ones. Without `rope` queries and keys carry no position. With an `output_gate` the attention's output is
+    multiplied by sigmoid(gate(x)).
     """
 
     num_heads: int
@@ -59,7 +60,7 @@ class GroupedAttention(MixerConfig):
         return self.num_kv_heads * self.head_dim
 
     def for_context(self, limit: int) -> GroupedAttention:
-        """Return it without sparse attention where no token of so short a text would leave any out."""
+        """Return the mixer without `sparse` where no token of a text of `limit` tokens would leave out a block."""
         if self.sparse is None or self.sparse.leaves_out(limit):
             return self
         return replace(self, sparse=None)
@@ -67,11 +68,12 @@ class GroupedAttention(MixerConfig):
 
 @dataclass(frozen=True)
 class LatentAttention(MixerConfig):
-    """Multi-head latent attention (arXiv 2405.04434): keys and values of all heads are made of one latent a token.
+    """Multi-head latent attention (arXiv 2405.04434): the keys and values of all heads are made of one latent a token.
 
-    Queries come from a latent of `q_rank` elements; keys and values from one of `kv_rank`, which is cached with the
-    `rope_dim` elements of a key that carry the position and that all heads share. A query or key head has `nope_dim`
-    elements without a position before those, a value head `value_dim`. `norm_eps` is that of the latents' norms.
+    Queries come from a latent of `q_rank` elements, keys and values from one of `kv_rank` elements. The latter is
+    cached, together with the `rope_dim` elements of a key that carry the position, which all heads share. A query or
+    key head has `nope_dim` elements without a position before those, a value head has `value_dim`. `norm_eps` is that
+    of the latents' norms.
     """
 
     num_heads: int
@@ -89,7 +91,7 @@ class LatentAttention(MixerConfig):
 
     @property
     def cached_dim(self) -> int:
-        """Elements that are cached of a token."""
+        """Elements that are cached for each token."""
         return self.kv_rank + self.rope_dim
 
     @property
@@ -103,12 +105,12 @@ class LatentAttention(MixerConfig):
 
 @dataclass(frozen=True)
 class LightningAttention(MixerConfig):
-    """Linear attention over a state that decays (lightning attention, arXiv 2405.17381): of each head a matrix [D, D],
+    """Linear attention over a state that decays (lightning attention, arXiv 2405.17381), a matrix [D, D] for each head:
 
         state = exp(-slope) state + k^T v;    o = D^-0.5 q state
 
-    `qk_norm`: RMSNorm of each query and key head, then rotary positions with `rope`. The heads of o together are
-    normalised (`output_norm`) and multiplied by sigmoid(gate(x)) (`output_gate`).
+    With `qk_norm` each query and key head is normalised (RMSNorm), then rotated with `rope`. The heads of o together
+    are normalised (`output_norm`) and multiplied by sigmoid(gate(x)) (`output_gate`).
     """
 
     num_heads: int
@@ -129,9 +131,10 @@ class LightningAttention(MixerConfig):
 
     @property
     def slopes(self) -> tuple[float, ...]:
-        """How fast each head forgets: 2^(-8 (h + 1) / H), the slopes of ALiBi (arXiv 2108.12409), in every layer.
+        """The decay rate of each head: 2^(-8 (h + 1) / H), the slopes of ALiBi (arXiv 2108.12409), in every layer.
 
-        If H is no power of two they are those of the power below it, then every other one of the power above.
+        If the number of heads H is no power of two, they are the slopes for the power below it, followed by every other
+        slope for the power above.
         """
         below = 2 ** floor(log2(self.num_heads))
         above = _slopes_of_power(2 * below)[::2]
@@ -144,9 +147,9 @@ def _slopes_of_power(count: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class GatedMlp(MlpConfig):
-    """down(silu(gate(x)) * up(x)), with `intermediate_size` columns between.
+    """The gated mlp down(silu(gate(x)) * up(x)), with `intermediate_size` columns between its products.
 
-    With `fatrelu` the gate is kept where it is above this threshold, else 0, in place of SiLU (FATReLU).
+    With `fatrelu`, a threshold, FATReLU takes the place of SiLU: the gate is kept where it is above it, else 0.
     """
 
     intermediate_size: int
@@ -155,10 +158,10 @@ class GatedMlp(MlpConfig):
 
 @dataclass(frozen=True)
 class ExpertsMlp(MlpConfig):
-    """Gated mlps of which each token takes the `experts_per_token` that its router scores highest.
+    """Gated mlps of which each token takes the `experts_per_token` that the router scores highest.
 
-    The router is a matrix [num_experts, hidden]; the softmax of a token's chosen scores is what their outputs are
-    multiplied by. Each expert has `intermediate_size` columns between its products.
+    The router is a matrix [num_experts, hidden]. The outputs of a token's chosen experts are multiplied by the softmax
+    of their scores. Each expert has `intermediate_size` columns between its products.
     """
 
     intermediate_size: int

@@ -1,4 +1,4 @@
-"""One decoder's shape and constants, read from a Hugging Face config.json."""
+"""The sizes and constants of one decoder, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 T = TypeVar("T")
 MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN = 32, 8
-"""The most experts of a layer, each a lane of the warp that chooses on a GPU, and the most that a token takes."""
+"""The most experts of a layer (on a GPU each is a lane of the warp that chooses), and the most that a token takes."""
 SCALES = 1e-3, 1e4
-"""What the scales of a muP model may be: outside of it activations vanish or overflow 16 bits."""
+"""The range of the scales of a muP model; outside of it activations vanish or overflow 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class ModelConfig:
     tie_word_embeddings: bool
     scale_emb: float
     residual_scale: float
-    """Every sublayer's output is multiplied by it before it is added: scale_depth / sqrt(layers)."""
+    """The factor of every sublayer's output before it is added to the residual: scale_depth / sqrt(layers)."""
     logit_divisor: float
-    """The final hidden state is divided by it before the head: hidden_size / dim_model_base."""
+    """The divisor of the final hidden state before the head: hidden_size / dim_model_base."""
     dtype: DType | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -59,7 +59,7 @@ class ModelConfig:
 
     @property
     def sparse(self) -> SparseConfig | None:
-        """How the layers with grouped attention choose blocks; None where every token looks at all before it."""
+        """The block-sparse settings of the layers with grouped attention; None where their attention is dense."""
         attention = self.of_kind(GroupedAttention)
         return attention.sparse if attention else None
 
@@ -78,7 +78,7 @@ class ModelConfig:
         return found
 
     def of_kind(self, kind: type[T]) -> T | None:
-        """Return the mixer or mlp of this kind that layers have; None where no layer has one.
+        """Return the mixer or mlp of this kind that all layers with one share; None where no layer has one.
 
         Raises UnsupportedModelError where they differ.
         """
@@ -98,7 +98,7 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
-        """Positions the rotary embedding was made for: past them the model is out of its range."""
+        """The number of positions that the rotary embedding was made for: past them the model is out of its range."""
         limit, rope = self.max_position_embeddings, self.rope
         if rope.kind in ("linear", "dynamic"):
             return int(limit * max(rope.factor or 1.0, 1.0))
@@ -108,14 +108,14 @@ class ModelConfig:
 
     @property
     def default_context(self) -> int:
-        """The context without a wish of the user. Dynamic NTK changes every position once it stretches, so it is
-        stretched on demand only."""
+        """The context where the user asks for none. Dynamic NTK changes every position once it stretches the context,
+        so it does that on demand only."""
         return self.max_position_embeddings if self.rope.kind == "dynamic" else self.max_positions
 
     def chunk_of(self, prefill_chunk: int) -> int:
-        """Return the most tokens of a chunk, at most `prefill_chunk`, after which a prompt may be cut.
+        """Return the largest chunk size, up to `prefill_chunk`, that every mixer allows (`MixerConfig.prefill_step`).
 
-        Raises ConfigError where there are none.
+        Raises ConfigError where `prefill_chunk` is too small for any.
         """
         step = max(layer.mixer.prefill_step for layer in self.layers)
         if prefill_chunk < step:
@@ -124,7 +124,7 @@ class ModelConfig:
         return prefill_chunk // step * step
 
     def for_context(self, limit: int) -> ModelConfig:
-        """Return the model for texts of at most `limit` tokens."""
+        """Return the config of the model for texts of at most `limit` tokens (`MixerConfig.for_context`)."""
         layers = tuple(replace(layer, mixer=layer.mixer.for_context(limit)) for layer in self.layers)
         return self if layers == self.layers else replace(self, layers=layers)
 
@@ -136,13 +136,13 @@ class ModelConfig:
         source: str = "config.json",
         quantize_config: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
-        """Read what a config.json's object says of a model; generation_config.json's has further end-of-text ids.
+        """Return the config in a config.json's object; that of a generation_config.json has further end-of-text ids.
 
         Of a model that also sees or hears only the language model is read (`text_part`).
 
         `quantize_config` is the object of a quantize_config.json, which GPTQ tools write. `source` is the path of
-        config.json, for messages. Raises ConfigError for a missing or malformed field,
-        UnsupportedModelError for an architecture or a feature that is not implemented.
+        config.json, for messages. Raises ConfigError for a missing or malformed field, UnsupportedModelError for an
+        architecture or a feature that is not implemented.
         """
         config = text_part(config, source)
         row = _architecture(config, source)
@@ -202,7 +202,7 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _mlp(fields: Fields, row: Architecture) -> GatedMlp | ExpertsMlp:
-    """Read the mlp of every layer: with `num_experts` a choice among several. Their number per token has no default."""
+    """Return the mlp of every layer: gated or, with `num_experts`, experts, whose number per token has no default."""
     inner, num_experts = fields.integer("intermediate_size"), fields.integer("num_experts", 0, low=0, high=MAX_EXPERTS)
     fatrelu = _fatrelu(fields)
     if not num_experts:
@@ -224,7 +224,8 @@ def _mlp(fields: Fields, row: Architecture) -> GatedMlp | ExpertsMlp:
 def _fatrelu(fields: Fields) -> float | None:
     """Return the threshold of the activation fatrelu, None for silu.
 
-    Raises ConfigError where the threshold is missing: checkpoints differ in it. UnsupportedModelError for others.
+    Raises ConfigError where the threshold is missing (checkpoints differ in it), UnsupportedModelError for any other
+    activation.
     """
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish", "fatrelu"):

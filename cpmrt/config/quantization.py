@@ -1,8 +1,8 @@
-"""How a checkpoint's weights are quantised (4-bit weights, 16-bit activations), read from its quantization_config.
+"""The settings by which a checkpoint's weights are quantised (4-bit weights, 16-bit activations).
 
-As AutoGPTQ, GPTQModel, optimum, AutoAWQ, AutoRound and llm-compressor (compressed-tensors) write it. Which layers are
-quantised is what the tensors of the files say; the settings say how their words are read, and stand in where only
-config.json is there.
+They are read from its quantization_config, as AutoGPTQ, GPTQModel, optimum, AutoAWQ, AutoRound and llm-compressor
+(compressed-tensors) write it. The tensors of the files tell which layers are quantised; the settings tell how their
+words are read, and stand in for the tensors where only config.json is there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SECTIONS = ("quantization_config", "compression_config")
 TERNARY = "ternary"
 """The method of 16-bit tensors whose values are -1, 0 or 1 times the scale of their group."""
 GGUF = "gguf"
-"""The method of random weights in blocks of a GGUF type. (Files say what they hold themselves.)"""
+"""The method of random weights in blocks of a GGUF type. (A GGUF file itself says what it holds.)"""
 GROUP_SIZES = (32, 64, 128)
-"""Beside -1, one group a row."""
+"""The supported group sizes beside -1, one group a row."""
 _USE_16_BITS = "use the 16-bit checkpoint of this model"
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
-# Packing of an AutoRound checkpoint -> tensors as in, zero points stored minus one.
+# Packing of an AutoRound checkpoint -> the format that its tensors have, and whether zero points are stored minus one.
 _AUTO_ROUND_PACKING = {
     "auto_round:auto_gptq": ("gptq", True),
     "auto_round:gptq": ("gptq", True),
@@ -39,7 +39,7 @@ _AUTO_ROUND_PACKING = {
 _AUTO_ROUND_KERNELS = ("", "exllamav2", "triton", "tritonv2", "gemm")
 _GPTQ_FORMATS = {"gptq": True, "gptq_v2": False}
 _ACT_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
-"""The orders of columns of compressed-tensors -> whether groups are of features that are not neighbours."""
+"""Values of `actorder` in compressed-tensors -> whether the features of a group need not be neighbours."""
 _COMPARED = ("bits", "group_size", "sym", "desc_act", "checkpoint_format")
 
 
@@ -48,7 +48,7 @@ class WeightQuantization:
     """Settings of a checkpoint with 4-bit weights."""
 
     method: str
-    """What config.json calls it."""
+    """The method's name in config.json."""
     packing: str
     """Layout of the tensors: gptq, awq or compressed; ternary for 16-bit ones; or a type of GGUF blocks. (Marlin files
     of CPM.cu carry the settings of gptq.)"""
@@ -56,22 +56,22 @@ class WeightQuantization:
     """Input features that share a scale; -1: all of a row."""
     symmetric: bool
     act_order: bool = False
-    """Groups may be of input features that are not neighbours."""
+    """Whether the input features of a group need not be neighbours."""
     v1_zeros: bool = False
-    """GPTQ zero points are stored minus one."""
+    """Whether GPTQ zero points are stored minus one."""
     lm_head: bool = False
     wide_head_group: int = 0
-    """Columns of a group of an output head in 8 bits; 0: a quantised head has as many bits as the layers."""
+    """Columns of a group of an output head in 8 bits (-1: all); 0: a quantised head has as many bits as the layers."""
     skipped: tuple[str, ...] = ()
-    """Parts of module names that stay in 16 bits."""
+    """Parts of the names of modules that stay in 16 bits."""
     only: tuple[str, ...] = ()
-    """Ends of module names, the only ones that are quantised; empty: all."""
+    """Ends of the names of the only modules that are quantised; empty: all are."""
     overrides: bool = False
-    """Some layers differ by rules (regular expressions) that are not read: their tensors tell."""
+    """Whether some layers differ by rules (regular expressions), which are not read: the layers' tensors tell how."""
     bits: int = 4
 
     def group_of(self, num_columns: int) -> int:
-        """Columns of a group of a matrix with so many."""
+        """Return the columns of a group in a matrix with `num_columns` columns."""
         return num_columns if self.group_size == -1 else self.group_size
 
     def covers(self, module: str) -> bool:
@@ -86,10 +86,10 @@ class WeightQuantization:
 def read_quantization(
     config: Mapping[str, Any], source: str, quantize_config: Mapping[str, Any] | None = None
 ) -> WeightQuantization | None:
-    """Read config.json's object, or that of a quantize_config.json beside it, as GPTQ tools write; None: 16 bits.
+    """Return the settings in config.json's object, else in that of a quantize_config.json, which GPTQ tools write.
 
-    `source` is the path of config.json. Raises ConfigError for a setting that is malformed, unknown or contradicts
-    another, UnsupportedModelError for another kind of quantisation.
+    None means weights in 16 bits. `source` is the path of config.json. Raises ConfigError for a setting that is
+    malformed, unknown or contradicts another, UnsupportedModelError for another kind of quantisation.
     """
     name = Fields(config, source).first_of(*SECTIONS)
     section, beside = config.get(name), source.replace("config.json", "quantize_config.json")
@@ -152,7 +152,7 @@ def _gptq(fields: Fields) -> WeightQuantization:
         "gptq",
         _group_size(fields, "group_size"),
         symmetric=fields.boolean("sym", True) and all(rule.get("sym", True) for rule in overridden),
-        # With static groups the order was only that of the quantisation.
+        # With static groups desc_act only was the order in which columns were quantised.
         act_order=fields.boolean("desc_act", False) and not fields.boolean("static_groups", False),
         v1_zeros=v1_zeros,
         lm_head=fields.boolean("lm_head", False),
@@ -164,8 +164,8 @@ def _gptq(fields: Fields) -> WeightQuantization:
 
 
 def _left_out(rules: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts of module names that rules such as "-:.*o_gate" leave in 16 bits, but for the head, which has a
-    field of its own. Of any other regular expression the tensors tell."""
+    """Yield the parts of the names of modules that rules such as "-:.*o_gate" leave in 16 bits, except the head, which
+    has a field of its own. Other regular expressions are not read: the tensors tell."""
     for rule in rules:
         found = re.fullmatch(r"-:\.\*([\w.]+?)(?:\.\*|\$)?", rule.replace("\\.", "."))
         if found and found[1] != "lm_head":
@@ -262,7 +262,7 @@ def _config_groups(fields: Fields) -> Iterator[Fields]:
 
 
 def _scheme(fields: Fields, group: Fields) -> Fields:
-    """The scheme of the weights of one group, all but its size checked."""
+    """Return the scheme of the weights of one config group, checked except for its group size."""
     chosen = group if group.data.get("format") is not None else fields
     if chosen.text("format") != "pack-quantized":
         raise chosen.fail("format", "pack-quantized", _USE_16_BITS)
@@ -298,7 +298,7 @@ def _act_order(weights: Fields) -> bool:
 
 
 def _one_of(fields: Fields, name: str, values: Mapping[str, bool], default: str) -> bool:
-    """What the text of a field stands for. Raises ConfigError for one that is not among `values`."""
+    """Return the value that the text of a field stands for. Raises ConfigError for a text that is not in `values`."""
     value = fields.text(name, default)
     if value not in values:
         raise fields.fail(name, " | ".join(values), _USE_16_BITS)
@@ -306,13 +306,13 @@ def _one_of(fields: Fields, name: str, values: Mapping[str, bool], default: str)
 
 
 def _require_4_bits(fields: Fields, name: str) -> None:
-    """Raise ConfigError for any other number of bits."""
+    """Raise ConfigError unless the field `name` is 4."""
     if fields.integer(name) != 4:
         raise fields.fail(name, "4", _USE_16_BITS)
 
 
 def _group_size(fields: Fields, name: str) -> int:
-    """-1, 32, 64 or 128. Raises ConfigError."""
+    """Return the group size in a field: -1, 32, 64 or 128. Raises ConfigError for another."""
     size = fields.integer(name, low=-1)
     if size not in (-1, *GROUP_SIZES):
         raise fields.fail(name, f"-1 | {' | '.join(map(str, GROUP_SIZES))}", _USE_16_BITS)

@@ -10,19 +10,19 @@ from cpmrt.config.fields import REQUIRED, Fields
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 _THETAS = 1.001, 1e12
-"""Below, the pairs would not differ in how fast they turn."""
+"""The range of `rope_theta`; below it the pairs would hardly differ in how fast they turn."""
 _FACTORS = 1.0, 1e6
-"""How many times as long the context may become; transformers also takes factors below 1, and warns."""
+"""The range of the factor by which the context becomes longer; transformers also takes factors below 1, and warns."""
 _WEIGHTS = 0.01, 100.0
-"""What cos and sin may be multiplied by, or the factor of its logarithm."""
+"""The range of the factor of cos and sin (`attention_factor`), and of the factors of the logarithm in it (`mscale`)."""
 _TURNS = 1e-3, 1e6
-"""How often pairs may turn in an original context, between which frequencies are blended."""
+"""The range of the two numbers of turns in an original context between which frequencies are blended."""
 _DIVISORS = 0.01, 1e6
-"""What single frequencies may be divided by."""
+"""The range of LongRoPE's factors, by which single frequencies are divided."""
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _OF_KINDS = ("factor", "short_factor", "long_factor")
-"""What only a kind gives a meaning."""
+"""Fields that have a meaning only where a kind is named."""
 _ALIASES = {"su": "longrope", "ntk": "dynamic"}
 
 
@@ -48,19 +48,20 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     list_by: str = "context"
-    """What chooses between LongRoPE's two lists: "context", the context that was asked for, or "length", that of the
-    text so far (`models.rope`)."""
+    """The length that chooses between LongRoPE's two lists: "context", the context that was asked for, or "length",
+    that of the text so far (`models.rope`)."""
 
     def mixes_lists(self, limit: int) -> bool:
-        """Whether texts of at most `limit` tokens may be longer and shorter than where LongRoPE's lists change."""
+        """Whether texts of at most `limit` tokens can be on both sides of the length where LongRoPE's lists change."""
         return self.short_factor != self.long_factor and limit > self.original_max_positions
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str, head_dim: int, max_positions: int) -> RopeConfig:
-        """From `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta` (transformers 4).
+        """Read `rope_parameters` (transformers 5) or `rope_scaling` + `rope_theta` (transformers 4).
 
-        With both, as after an override, `rope_scaling` counts and a theta it does not name stays. The kind may be
-        called `rope_type` or `type`. Raises ConfigError, UnsupportedModelError.
+        Where both are there, as after an override, `rope_scaling` counts, but a theta that it does not name is taken
+        from beside it or from `rope_parameters`. The kind may be called `rope_type` or `type`. Raises ConfigError,
+        UnsupportedModelError.
         """
         outer = Fields(config, source)
         section = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"

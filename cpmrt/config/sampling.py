@@ -1,4 +1,4 @@
-"""How one request samples. The definition of each filter is in `cpmrt/reference/sampling.py`."""
+"""The sampling settings of one request. Each filter is defined in `cpmrt/reference/sampling.py`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ LOWEST_TEMPERATURE = 1e-30
 @checks_fields
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request asks of sampling. Raises RequestError on a value out of range; numbers may be NumPy's.
+    """The sampling settings of a request. Raises RequestError on a value out of range; numbers may be NumPy's.
 
     `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `loop_penalty` None take the model's own
-    (`SamplingDefaults`); temperature 0 is greedy. `max_new_tokens` None goes on until the model ends or the context is
-    full.
-    `seed` None takes a hash of the engine's seed and the number of the request, so a run repeats as a whole. The noise
-    of a position depends on the seed and the position alone: requests with one explicit seed share it.
-    `stop` strings end the text before them; `stop_token_ids` and the model's own end tokens end it too, unless
-    `ignore_eos` drops the latter. `logprobs` = n asks for the chosen token's log-probability and the n best.
-    `n` answers of one prompt have different seeds. `logit_bias` pairs token ids, on a GPU at most 300, with what is
-    added to their logits. `presence_penalty` is subtracted from the logits of all tokens that the answer has, and
-    `frequency_penalty` as often as each is there. `loop_repeats` = n (0: off) ends an answer whose last tokens repeat
-    one run n times, 128 tokens or more in all, with the reason "loop"; with a `loop_penalty` above 1 the first loop
-    raises the repetition penalty to that, and only the next one ends the answer. `max_thinking_tokens` closes a thought
-    that the answer is in after that many tokens, with the model's own marker. Presence and frequency penalties count
-    anew behind a raised penalty, after `max_thinking_tokens` tokens (even if no thought is open) and where a
-    `grammar_trigger` binds.
+    (`SamplingDefaults`); temperature 0 is greedy. With `max_new_tokens` None the answer goes on until the model ends it
+    or the context is full. `seed` None takes a hash of the engine's seed and the number of the request, so a run
+    repeats as a whole. The noise of a position depends on the seed and the position alone: requests with the same
+    explicit seed have the same noise. `n` answers of one prompt have different seeds.
+
+    The answer ends before a string of `stop`; `stop_token_ids` and the model's own end tokens end it too, unless
+    `ignore_eos` drops the latter. `logprobs` = n asks for the log-probabilities of the chosen token and of the n best.
+    `logit_bias` pairs token ids, on a GPU at most 300, with numbers that are added to their logits. `presence_penalty`
+    is subtracted once from the logit of every token that the answer has, `frequency_penalty` as often as it is there.
+
+    `loop_repeats` = n (0: off) ends an answer whose last tokens repeat one run n times, 128 tokens or more in all, with
+    the reason "loop"; with a `loop_penalty` above 1 the first loop raises the repetition penalty to that, and only the
+    next one ends the answer. `max_thinking_tokens` closes a thought that is still open after that many tokens, with the
+    model's own marker. Presence and frequency penalties count anew from where the repetition penalty was raised, after
+    `max_thinking_tokens` tokens (even if no thought is open), and from where a `grammar_trigger` binds.
 
     One of these gives the answer a form, token by token: `json_schema` (a dict, its JSON text, a pydantic model or a
     dataclass), `regex`, `grammar` (in the syntax of Lark or GBNF) or `choices` (texts, of which one is the answer). A
@@ -86,15 +87,15 @@ class SamplingParams:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
         if self.choices is not None:
             object.__setattr__(self, "choices", choice_texts(self.choices))
-        _ = self.form  # which raises what is wrong with it
+        _ = self.form  # raises RequestError where it is wrong
 
     @property
     def form(self) -> Form | None:
-        """The form that the answer must have, None for any."""
+        """The form that the answer must have; None where it is free."""
         return form_of(self.json_schema, self.regex, self.grammar, self.choices, self.grammar_trigger)
 
     def with_defaults(self, defaults: SamplingDefaults | None = None) -> Sampling:
-        """Return the sampling with the defaults of a model (None: greedy) where nothing was asked for."""
+        """Return the sampling with the model's defaults (None: greedy) for the settings that are None."""
         own = defaults or SamplingDefaults()
         chosen = {field.name: getattr(self, field.name) for field in fields(Sampling)}
         return Sampling(**{name: getattr(own, name) if value is None else value for name, value in chosen.items()})
@@ -102,10 +103,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling of one sequence as an executor carries it out: every value is known.
+    """The sampling of one sequence as an executor carries it out, without open values.
 
-    `SamplingParams.with_defaults` makes it and has checked the values. A temperature that is too small to divide by
-    becomes 0, greedy.
+    `SamplingParams.with_defaults` makes it from checked values. A temperature that is too small to divide by becomes 0,
+    greedy.
     """
 
     temperature: float = 0.0
@@ -146,7 +147,7 @@ _OPTIONAL = (
 
 
 def _number(name: str, value: Any) -> int | float:
-    """Return a number of any kind, NumPy's among them, as Python's own."""
+    """Return a setting of any numeric type, also NumPy's, as Python's own. Raises RequestError out of its range."""
     kind, low, high, expected = _RANGES[name]
     if _is_number(value, Integral if kind is int else Real):
         number = value if isinstance(value, int) else kind(value)  # an int may be too large for a float
@@ -160,7 +161,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def _biases(pairs: Any) -> tuple[tuple[int, float], ...]:
-    """Checked pairs, in the order of their token ids. A mapping counts as its items, None as empty."""
+    """Return the pairs, checked and in the order of their token ids. A mapping counts as its items, None as empty."""
     if pairs is None:
         return ()
     try:
@@ -195,7 +196,7 @@ def _is_token_id(value: Any) -> bool:
 
 
 def _members(values: object, name: str, expected: str, is_valid: Callable[[Any], bool]) -> tuple[Any, ...]:
-    """Return a list, tuple or set as a tuple; a set in its order, so that equal settings are equal. None is empty."""
+    """Return a list, tuple or set as a tuple; a set is sorted, so that equal settings are equal. None is empty."""
     if values is None:
         return ()
     if not isinstance(values, (tuple, list, set, frozenset)):

@@ -1,4 +1,4 @@
-"""The sampling that the makers of a model recommend, for requests that do not say."""
+"""The sampling that the makers of a model recommend, for requests that leave values open."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _FIX = "correct the value in that file, or remove it"
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The values that a request takes where it asks for nothing, and where they come from.
-
-    Without any the model decodes greedily.
+    """The values that a request has where it sets none, and their source. Without a recommendation decoding is greedy.
     """
 
     temperature: float = 0.0
@@ -27,20 +25,20 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     loop_penalty: float = 1.0
-    """The repetition penalty of an answer that has looped, where loops are looked for; 1: such an answer ends."""
+    """The repetition penalty of an answer after its first loop, where loops are looked for; 1: that loop ends it."""
     source: str = "the checkpoint recommends nothing"
 
     @classmethod
     def of_model(
         cls, generation_config: Mapping[str, Any] | None, config: Mapping[str, Any], source: str
     ) -> SamplingDefaults:
-        """Return what generation_config.json (its path is `source`) says, else the row of a known model.
+        """Return the defaults in generation_config.json (its path is `source`), else those of the row of a known model.
 
-        The penalty of loops, for which that file has no name, is always the row's.
+        `loop_penalty`, for which that file has no key, is always the row's.
 
-        As Hugging Face has it, `do_sample` false is greedy, whatever else there is, and true without a temperature is
-        temperature 1. Where `do_sample` is absent the other values count all the same. `config` is the object of
-        config.json. Raises ConfigError.
+        As in Hugging Face, `do_sample` false means greedy, whatever other values there are, and true without a
+        temperature means temperature 1. Where `do_sample` is absent, the other values count nevertheless. `config` is
+        the object of config.json. Raises ConfigError.
         """
         fields, known = Fields(generation_config or {}, source), _of_known_model(config)
         found = _read(fields) | {"loop_penalty": known.loop_penalty, "source": "generation_config.json"}
@@ -65,7 +63,7 @@ class SamplingDefaults:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    """Return the values that are there, by name. A top_k below 0 is off: some write -1."""
+    """Return the values that the file has, by name. A top_k below 0 means off: some files have -1."""
     found = {
         "temperature": _within(fields, "temperature", 0.0, 1e6),
         "top_k": fields.integer("top_k", None, low=-1),
@@ -91,14 +89,14 @@ def _within(fields: Fields, name: str, low: float, high: float) -> float | None:
 
 @dataclass(frozen=True)
 class _KnownModel:
-    """A model whose makers recommend a sampling on its card; it is known by fields of its config.json."""
+    """A model whose card recommends a sampling; fields of its config.json identify it."""
 
     architecture: str
     vocab_size: int
     hidden_size: int | None
-    """None: any."""
+    """The model's hidden_size; None where any will do."""
     context: int
-    """The context that it was trained for, in tokens."""
+    """The context that the model was trained for, in tokens."""
     defaults: SamplingDefaults
 
 
@@ -117,7 +115,7 @@ _KNOWN_MODELS = (
 
 
 def _of_known_model(config: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the row for a config.json, else greedy decoding."""
+    """Return the defaults of the known model that a config.json is of, else greedy decoding."""
     names, rope = config.get("architectures"), config.get("rope_scaling")
     name = names[0] if isinstance(names, list) and names else None
     native = rope.get("original_max_position_embeddings") if isinstance(rope, Mapping) else None

@@ -8,12 +8,12 @@ Scores come from compressed keys, means over windows of the keys (before RoPE wi
 every 16, and K2 of 128 tokens, one every 64; only windows that end at or before i count. For a KV head,
     p[j] = sum over its query heads of exp(scale q K1[j] - log sum over j' of exp(scale q K2[j'])),
     score of block b = max of p[4b - 1 .. 4b + 3];
-equal scores, common as neighbouring blocks share a window: the lower block first. Every KV head of every token
-chooses for itself.
+of blocks with equal scores, which are common as neighbouring blocks share a window, the lower one comes first. Every KV
+head of every token chooses for itself.
 
 The official code compares dense_len with the length of the whole call, so that a long prompt is sparse from its first
-token on and a short one is not. Here the token's own n decides: it then chooses alike in a prompt of any chunk size, in
-decoding, and in a draft tree. The tokens below dense_len see more than they would there, never less.
+token on and a short one is not. Here the token's own n decides, so that a token chooses alike in a prompt of any chunk
+size, in decoding, and in a draft tree. Tokens below dense_len see more than in the official code, never less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cpmrt.config.fields import Fields
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 SparseSetting = str | Mapping[str, Any]
-"""What `LLM(sparse=...)` takes: "auto" (as config.json says), "off", or settings that replace config.json's."""
+"""The values of `LLM(sparse=...)`: "auto" (as config.json says), "off", or settings that replace config.json's."""
 
 _SECTION = "sparse_config"
 _FIXED = {"block_size": 64, "kernel_size": 32, "kernel_stride": 16}
@@ -36,16 +36,16 @@ _CPMCU_FLAGS = {
     "sparse_topk_k": ("topk", 1),
     "sparse_switch": ("dense_len", 1),
 }
-"""CPM.cu's names -> ours, and how many of our units one of theirs is. Its local blocks are one fewer, the chosen ones
-one more: the total is the same. Of `use_compress_lse` only true, which is what K2 is for."""
+"""CPM.cu's names -> the names here, and the units of such a field in one of CPM.cu's. CPM.cu has one local block fewer
+and one chosen block more, so the total is the same. Its `use_compress_lse` must be true: K2 serves that."""
 
 
 @dataclass(frozen=True)
 class SparseConfig:
     """The `sparse_config` of a config.json; defaults are those of the official modeling code.
 
-    `window_size` in tokens (whole blocks of it count), `topk` in blocks with the first and the own one among them,
-    `dense_len` in tokens, -1 (or 0): always sparse.
+    `window_size` is in tokens (only whole blocks count); `topk` in blocks, the first ones and the token's own among
+    them; `dense_len` in tokens, -1 (or 0) for always sparse.
     """
 
     init_blocks: int = 1
@@ -56,17 +56,17 @@ class SparseConfig:
 
     @property
     def local_blocks(self) -> int:
-        """Blocks before a token's own that it always looks at."""
+        """Blocks right before a token's own block that the token always looks at."""
         return self.window_size // _FIXED["block_size"]
 
     @property
     def num_selected(self) -> int:
-        """Blocks that a token looks at when it chooses: the width of a list of chosen blocks."""
+        """Blocks that a token looks at where it has to choose: the length of a list of chosen blocks."""
         return self.topk + self.local_blocks
 
     @property
     def num_scored(self) -> int:
-        """Blocks of these that are chosen by score."""
+        """Blocks among the `num_selected` that are chosen by score."""
         return self.topk - self.init_blocks - 1
 
     @property
@@ -80,7 +80,10 @@ class SparseConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> SparseConfig | None:
-        """From config.json's object; None without a `sparse_config`. Raises ConfigError, UnsupportedModelError."""
+        """Return the settings in config.json's object; None without a `sparse_config`.
+
+        Raises ConfigError, UnsupportedModelError.
+        """
         section = Fields(config, source).mapping(_SECTION)
         if config.get(_SECTION) is None:
             return None
@@ -108,10 +111,10 @@ class SparseConfig:
 
 
 def with_sparse_setting(config: Mapping[str, Any], setting: SparseSetting) -> dict[str, Any]:
-    """config.json's object with the `sparse_config` that the setting asks for.
+    """Return config.json's object with the `sparse_config` that the setting asks for.
 
-    A mapping replaces single fields of the model's own, or of the defaults where it has none; their names may be those
-    of CPM.cu's flags. Raises ConfigError.
+    A mapping replaces single fields of the model's own settings, or of the defaults where it has none; its names may be
+    those of CPM.cu's flags. Raises ConfigError.
     """
     changed = dict(config)
     if isinstance(setting, Mapping):

@@ -1,4 +1,4 @@
-"""What users may write as `draft` and `speculate`, and what it comes to."""
+"""Reads the arguments `draft` and `speculate` of `LLM` into a `SpeculationConfig`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cpmrt.config.speculation import (
 from cpmrt.errors import ConfigError, quoted
 
 LOOKUP = "lookup"
-"""The draft that is no model: what followed the last tokens where they came before."""
+"""The name of the draft without a model: it drafts what followed the last tokens where they came before."""
 _SHAPE_KEYS = ("num_passes", "top_k", "tree_size")
 _KEYS = (
     "method", *_SHAPE_KEYS, "shapes", "lookup", "adaptive", "draft_vocab", "window", "head_bits", "residual_scale",
@@ -29,12 +29,12 @@ _KEYS = (
 def read_speculation(
     draft: str | None, speculate: object, method_of_draft: Callable[[str | None], str]
 ) -> SpeculationConfig | None:
-    """The settings that `LLM(draft=..., speculate=...)` asks for; None: plain decoding.
+    """Return the settings that `LLM(draft=..., speculate=...)` asks for; None for plain decoding.
 
-    `method_of_draft` reads a draft's own files, the given inner draft's or (None) those of the draft itself; it is only
-    called where there is a draft to load. Without a draft "auto" means no speculation. An object names what should
-    differ from the defaults of the method; with the numbers of one tree in it nothing is adaptive unless it says so.
-    Raises ConfigError, and what `method_of_draft` raises.
+    `method_of_draft(inner)` returns the method of the inner draft of that name, or (None) of the draft itself, from its
+    files; it is only called where there is a draft to load. Without a draft "auto" means no speculation. A `speculate`
+    object has what differs from the defaults of the method; if it has the numbers of one tree, drafting is adaptive
+    only where the object says so. Raises ConfigError, and the errors of `method_of_draft`.
     """
     if speculate == "off":
         return None
@@ -69,7 +69,7 @@ def read_speculation(
 
 
 def named_drafts(draft: str | None, speculate: object) -> tuple[str, ...]:
-    """Return the names of the drafts that have files, an inner draft's last; what they should do is not checked."""
+    """Return the names of the drafts that have files, an inner draft's last; the other settings are not checked."""
     if draft in (None, LOOKUP) or speculate == "off":
         return ()
     wish = speculate.get("inner") if isinstance(speculate, Mapping) else None
@@ -78,7 +78,8 @@ def named_drafts(draft: str | None, speculate: object) -> tuple[str, ...]:
 
 
 def _inner(wish: object, method: str, method_of_draft: Callable[[str | None], str]) -> InnerDraft:
-    """The draft of a small model: its name, or an object with that as `draft` and keys as `speculate` has them."""
+    """Return the inner draft that `wish` asks for: its name, or an object with that as `draft` and keys of `speculate`.
+    """
     if method != "model":
         raise means_nothing("inner", method)
     given = dict(wish) if isinstance(wish, Mapping) else {"draft": wish}
@@ -107,7 +108,7 @@ def _method(draft: str | None, wanted: str | None, method_of_draft: Callable[[],
 
 
 def _shapes(fields: Fields, method: str) -> tuple[tuple[TreeShape, ...], bool]:
-    """The trees, and whether the user gave the numbers of just one."""
+    """Return the trees, and whether the user gave the numbers of just one."""
     named = [name for name in _SHAPE_KEYS if fields.data.get(name) is not None]
     listed = fields.data.get("shapes")
     if listed is None:
@@ -126,7 +127,7 @@ def _one_shape(fields: Fields, method: str) -> TreeShape:
         length = fields.integer("num_passes", default.num_passes if size is None else size - 1)
         return TreeShape(length, fields.integer("top_k", 1), length + 1 if size is None else size)
     passes, top_k = fields.integer("num_passes", default.num_passes), fields.integer("top_k", default.top_k)
-    # A smaller tree than the default one, where the candidates do not suffice for that.
+    # The tree is smaller than the default one where there are not enough candidates for that.
     candidates = top_k + (passes - 1) * top_k**2
     return TreeShape(passes, top_k, min(default.tree_size, candidates + 1) if size is None else size)
 

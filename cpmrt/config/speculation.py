@@ -1,4 +1,4 @@
-"""How tokens are drafted: the method, and the shapes of the trees that are verified."""
+"""The settings of drafting: the method, and the shapes of the trees that are verified."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cpmrt.errors import ConfigError, quoted
 DRAFT_METHODS = ("eagle2", "eagle3", "dspark", "model", "lookup")
 CHAIN_METHODS = ("dspark", "model", "lookup")
 MAX_NODES = 64
-"""Nodes of a tree, rows of a step and bits of an ancestor mask."""
+"""The most nodes of a tree: it is verified in one step of as many rows, with as many bits in an ancestor mask."""
 MAX_CANDIDATES = 1024
 LONGEST_MATCH = 3
-"""The most tokens at the end of a text that a lookup compares with those before."""
+"""The most tokens at the end of a text that a lookup compares with earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class TreeShape:
 
     Each draft pass takes the `top_k` best tokens of every node on the frontier; the `top_k` best of those, by their
     cumulative log-probability, are the next frontier (EAGLE-2, arXiv 2406.16858). With `top_k` 1 the tree is a chain.
-    Where the last three tokens of the text came before, and `lookup_length` is not 0, a chain of that many tokens which
-    followed them there is verified in place of the tree. Raises ConfigError.
+    Where `lookup_length` is not 0, and the last three tokens of the text came before in it, a chain of the
+    `lookup_length` tokens that followed them there is verified in place of the tree. Raises ConfigError.
     """
 
     num_passes: int = 2
@@ -64,12 +64,12 @@ class TreeShape:
 
     @property
     def num_candidates(self) -> int:
-        """Drafted tokens from which the tree is chosen."""
+        """Drafted tokens from which the nodes of the tree are chosen."""
         return self.top_k + (self.num_passes - 1) * self.top_k**2
 
     @property
     def max_emitted(self) -> int:
-        """Tokens that a step gives at most: the longest path of drafts, and the token sampled at its end."""
+        """The most tokens that a step gives: the longest path of drafts, and the token sampled at its end."""
         return max(self.tree_depth, self.lookup_length) + 1
 
     @property
@@ -79,27 +79,27 @@ class TreeShape:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that a step verifies at most, with the root: those of the tree, or of the chain in its place."""
+        """The most nodes that a step verifies, with the root: those of the tree, or of the chain in its place."""
         return max(self.tree_size, self.lookup_length + 1)
 
     @property
     def num_reserved(self) -> int:
-        """Positions past the root that a step may write keys and values at, in the target's pages or the draft's."""
+        """Positions past the root at which a step may write keys and values, in the target's pages or the draft's."""
         return max(self.num_nodes - 1, self.top_k * (self.num_passes - 1))
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
-        """`length` drafted tokens one after another."""
+        """Return the shape of `length` drafted tokens one after another."""
         return cls(length, 1, length + 1)
 
 
-# A tree as CPM.cu's first; then what pays off where each node counts, as with several sequences in a step, and where
-# drafts are cheaper to verify, or more often right, than usual.
+# First the tree of CPM.cu; then one that pays off where each node is costly, as with several sequences in a step, and
+# two where drafts are cheaper to verify, or more often right, than usual.
 _TREES = (TreeShape(2, 10, 12), TreeShape(3, 3, 6), TreeShape(3, 8, 24), TreeShape(4, 10, 32))
 DEFAULT_SHAPES: dict[str, tuple[TreeShape, ...]] = {
     "eagle2": _TREES,
     "eagle3": _TREES,
-    "dspark": (TreeShape.chain(7), TreeShape.chain(4), TreeShape.chain(2)),  # of the usual block (`config.dspark`)
+    "dspark": (TreeShape.chain(7), TreeShape.chain(4), TreeShape.chain(2)),  # for a block of 7 (`config.dspark`)
     "model": (TreeShape.chain(3), TreeShape.chain(5), TreeShape.chain(8)),
     "lookup": (TreeShape.chain(5), TreeShape.chain(3), TreeShape.chain(8)),
 }
@@ -120,9 +120,9 @@ def means_nothing(name: str, method: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class InnerDraft:
-    """The draft of a small model that drafts: a folder, a hub id or a folder within the small model's own.
+    """The draft of a small model that is itself a draft: a folder, a hub id or a folder within the small model's own.
 
-    `draft` None: the method lookup. Every step of the small model has the one shape of `speculation`. Raises
+    `draft` is None for the method lookup. Every step of the small model has the one shape of `speculation`. Raises
     ConfigError.
     """
 
@@ -141,15 +141,15 @@ class InnerDraft:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """What the user asked for; what is None follows from the draft's own files.
+    """The settings of drafting that the user asked for; one that is None follows from the draft's own files.
 
-    `shapes`: the trees that are captured, the first one is the default. `is_adaptive` lets the engine choose among
-    them and plain decoding. `draft_vocab` cuts the draft's head to frequent tokens (FR-Spec, arXiv 2502.14856): how
-    many, of the list that comes with the draft, or the path of a list; `window`: tokens that the draft's attention
-    looks back at; `head_bits` and `layer_bits` 8 or 4 round the draft's head and layers; `min_confidence`: a DSpark
-    draft's chain ends before the first token that its confidence head gives less. `inner` drafts for a small model
-    that drafts. `forced_accept`, for benchmarks on random weights: tokens that a Speculate step of the first shape
-    gives on average, right or wrong. Raises ConfigError.
+    `shapes` are the trees that are captured, the first of them the default. `is_adaptive` lets the engine choose among
+    them and plain decoding. `draft_vocab` cuts the draft's head to frequent tokens (FR-Spec, arXiv 2502.14856): it is
+    their number, from the list that comes with the draft, or the path of a list. `window` is the number of tokens that
+    the draft's attention looks back at. `head_bits` and `layer_bits` 8 or 4 round the draft's head and layers. With
+    `min_confidence` a DSpark draft's chain ends before the first token to which its confidence head gives less. `inner`
+    is the draft of a small model that is itself a draft. `forced_accept`, for benchmarks on random weights, is the
+    number of tokens that a Speculate step of the first shape gives on average, right or wrong. Raises ConfigError.
     """
 
     method: str
@@ -159,7 +159,8 @@ class SpeculationConfig:
     window: int | None = None
     head_bits: int | None = None
     residual_scale: str = "draft"
-    """Of an EAGLE draft's sublayers: by its own config.json, or as CPM.cu has it, which counts the target's layers."""
+    """The rule for the residual scale of an EAGLE draft's sublayers: "draft", that of its own config.json, or "cpmcu",
+    that of CPM.cu, which counts the target's layers."""
     forced_accept: float | None = None
     min_confidence: float | None = None
     layer_bits: int | None = None

@@ -1,4 +1,4 @@
-"""The language model within a model that also sees or hears: what of its config.json counts, and which of them run.
+"""Finds the config of the language model within a model that also sees or hears, and refuses models that do not run.
 
 Sources: the config.json of MiniCPM-V-4 and MiniCPM-V-4_5, which are flat: the fields of a LlamaConfig and of a
 Qwen3Config beside `vision_config`. Other files nest them, and tools may write how weights are quantised beside them.
@@ -17,7 +17,7 @@ _LANGUAGE_MODELS = {
     ("MiniCPMV", "4.5"): "Qwen3ForCausalLM",
     ("MiniCPMO", "4.5"): "Qwen3ForCausalLM",
 }
-"""Architecture and version of a model with eyes or ears -> the architecture of its language model."""
+"""Architecture and version of a model that sees or hears -> the architecture of its language model."""
 _NESTED = ("text_config", "llm_config")
 _RUNS = "the language model of MiniCPM-V 4.0 (a Llama) or 4.5 (a Qwen3)"
 _GATED_DELTA = "layers with a gated delta rule, which no executor has", "Qwen3 (dense), MiniCPM4 or MiniCPM5"
@@ -32,7 +32,7 @@ _REFUSED = {
     "SiglipModel": ("an encoder of images and captions, no language model", _RUNS),
     "VoxCPMModel": ("speech, not text", "MiniCPM4, whose layers it shares"),
 }
-"""Architectures that this project knows and does not run: what they have, and what would run instead."""
+"""Architectures that are known and do not run -> what they have that is not supported, and what would run instead."""
 _MODEL_TYPES = {
     "minicpmv4_6": "MiniCPMV4_6ForConditionalGeneration",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
@@ -46,9 +46,9 @@ _MODEL_TYPES = {
 
 
 def text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Return the object of a language model's config.json within `config`, which most models are themselves.
+    """Return the config.json object of the language model in `config`: for most models `config` itself.
 
-    Raises UnsupportedModelError for a model that is known not to run, with what would; ConfigError where a nested
+    Raises UnsupportedModelError for a model that is known not to run, naming one that does; ConfigError where a nested
     config is no object.
     """
     name = _architecture(config)
@@ -74,7 +74,7 @@ def text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json's object with nothing in it, or in the config nested in it, that says quantised weights."""
+    """Return a config.json's object without the quantisation settings in it and in a config nested in it."""
     plain = {key: value for key, value in config.items() if key not in SECTIONS}
     inner = {key: without_quantization(plain[key]) for key in _NESTED if isinstance(plain.get(key), Mapping)}
     return plain | inner
@@ -88,7 +88,7 @@ def _architecture(config: Mapping[str, Any]) -> str | None:
 
 
 def _version(config: Mapping[str, Any]) -> str:
-    """Return the version, which some files write as a number, with one place: 4.0."""
+    """Return the version, which some files have as a number, as text with one decimal: 4.0."""
     version: Any = config.get("version")
     try:
         return f"{float(version):.1f}"

@@ -1,4 +1,4 @@
 """Makes 4-bit checkpoints, without torch: `cpmrt quantize`, and `cpmrt convert` between their layouts.
 
-Arrays are NumPy's or CuPy's: the same code runs on both, for NumPy's functions go to the library of their arguments.
+Arrays are NumPy's or CuPy's. The same code runs on both: NumPy's functions dispatch to the library of their arguments.
 """

@@ -1,4 +1,4 @@
-"""Arrays of NumPy or CuPy behind one interface: which library holds them, how they come to the host."""
+"""One interface to arrays of NumPy or CuPy: finds their library, copies them to the host, rounds them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""AWQ (Lin et al. 2023, arXiv 2306.00978): columns with large inputs are scaled up before rounding, inputs down.
+"""AWQ (Lin et al. 2023, arXiv 2306.00978): columns with large inputs are scaled up before rounding, the inputs down.
 
-The inverse scales cost nothing at run time: they are folded into the norm before, or into the rows of the linear before
-(up_proj before down_proj). o_proj is left as it is: under grouped-query attention its inputs share rows of v_proj.
+The inverse scales of the inputs cost nothing at run time: they are folded into the norm that makes the inputs, or into
+the rows of the linear that does (up_proj for down_proj). o_proj is left as it is: under grouped-query attention its
+inputs share rows of v_proj.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ SCALED_STAGES = (QKV, GATE_UP, DOWN)
 
 
 def column_scales(weights: Sequence[Any], sums: InputSums, grid: GridSettings) -> Any:
-    """Find scales float32 [K] for the columns of `weights` [N, K], which share their inputs: mean |x| to some power.
+    """Return scales float32 [K] for the columns of `weights` [N, K], which share their inputs: a power of mean |x|.
 
-    The power is that of the least output error after rounding to nearest on plain grids; 0, no scaling, is tried too.
+    The power is the one with the least output error after rounding to nearest on grids without a search; 0, no scaling,
+    is tried too.
     """
     grid = replace(grid, search=False)
     mean = np.maximum(sums.magnitude / np.float32(sums.num_rows), np.float32(1e-4))
@@ -43,9 +45,11 @@ def column_scales(weights: Sequence[Any], sums: InputSums, grid: GridSettings) -
 
 
 def fold_scales(layer: DecoderLayer, stage: int, scales: Any, dtype: DType) -> None:
-    """Multiply the columns of a stage's linears, divide what makes their inputs: the layer computes the same.
+    """Multiply the columns of a stage's linears by `scales` and divide the norm or the rows of up_proj before them by
+    the same: the layer computes what it did.
 
-    A norm's new weights are rounded to `dtype`, in which they will be stored, and the columns make up for it.
+    A norm's new weights are rounded to `dtype`, in which they will be stored; the columns are multiplied by the ratio
+    of its old to its rounded new weights, which makes up for the rounding.
     """
     if stage in NORM_OF:
         norm = layer.tensors[NORM_OF[stage]]

@@ -1,4 +1,4 @@
-"""Calibration: text files become windows of tokens, and inputs of linears the sums that quantisation needs."""
+"""Calibration: turns text files into windows of tokens, and inputs of linears into the sums that quantisation needs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _READ_BYTES = 16 << 20
 def read_texts(path: Path) -> Iterator[str]:
     """Yield the documents of a text file, of a .jsonl file (its "text" fields), or of all such files under a folder.
 
-    A folder's files come in an order that favours none of its parts; at most 16 MB of each are read. No link in it may
-    lead out of its folder; a file that is named itself may be any.
-    Raises CheckpointError.
+    A folder's files come in the order of a hash of their paths, which favours none of its parts; at most 16 MB of each
+    are read. No link in it may lead out of its own folder; a `path` that is a file may be any link. Raises
+    CheckpointError.
     """
     if not path.is_dir():
         yield from _documents(path, anywhere=True)
@@ -63,8 +63,8 @@ def _documents(path: Path, *, anywhere: bool = False) -> Iterator[str]:
 def token_windows(texts: Iterable[str], tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
     """Cut the texts, laid end to end, into `count` windows of `length` tokens, BOS first where the model has one.
 
-    A document gives an eighth of them, and more only where there is not enough else. Fewer windows where the text is
-    short; raises ConfigError where it does not fill one.
+    A document fills at most an eighth of them, more only where the others do not suffice. There are fewer windows where
+    the text is short. Raises ConfigError where it does not fill one.
     """
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     body = max(1, length - len(bos))
@@ -100,7 +100,7 @@ class InputSums:
 
     @classmethod
     def over(cls, inputs: Iterator[Any], skip: int) -> InputSums:
-        """Sum over all sequences, without the first `skip` positions of each."""
+        """Return the sums over the inputs of all sequences, without the first `skip` positions of each."""
         sums: InputSums | None = None
         for rows in inputs:
             kept = rows[skip:]

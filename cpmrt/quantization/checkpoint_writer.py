@@ -30,13 +30,13 @@ from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import FLOATS
 
 Report = Callable[[str, QuantisedLayer], None]
-"""Called with a name and the result after each part of the model is written."""
+"""A function called with the name and the result of each part of the model, a layer or the head, once it is written."""
 
 
 class ModelQuantiser:
     """Quantises one model by one recipe into a format of `formats.FORMATS`, with the array module `xp`.
 
-    Raises UnsupportedModelError or ConfigError where the three do not go together.
+    Raises UnsupportedModelError or ConfigError where model, recipe and format do not go together.
     """
 
     def __init__(self, folder: ModelFolder, recipe: Recipe, file_format: str, xp: Xp):
@@ -59,7 +59,7 @@ class ModelQuantiser:
         self._check_shapes()
 
     def write(self, out: Path, windows: Sequence[Sequence[int]], report: Report) -> None:
-        """Make the folder `out`, which must not exist; nothing is left of it after an error.
+        """Write the quantised model to the folder `out`, which must not exist; nothing is left of it after an error.
 
         `windows` are the token ids of the calibration text, empty without calibration. Raises CheckpointError where
         the weights are not what config.json says, or not finite; ConfigError where `out` cannot be made.
@@ -75,7 +75,7 @@ class ModelQuantiser:
         self, checkpoint: Checkpoint, writer: SafetensorsWriter, windows: Sequence[Sequence[int]], report: Report
     ) -> None:
         streams = self._embedded(checkpoint, windows)
-        # Without windows nothing is run, and one position is enough.
+        # Without windows the layers are not run, and a RoPE table of one position is enough.
         length = max((len(window) for window in windows), default=1)
         rope = self.xp.asarray(rope_table(self.config, self.config.attention.head_dim, length, length))
         done = set()
@@ -111,7 +111,7 @@ class ModelQuantiser:
         return quantise_head(head, sums, self.recipe)
 
     def _embedded(self, checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> list[Any]:
-        """Return the residual stream [T, C] of each window where the first layer reads it."""
+        """Return the residual stream [T, C] of each window as it enters the first layer."""
         name = "model.embed_tokens.weight"
         stored, scale = FLOATS[checkpoint.entries[name].dtype], self.config.scale_emb
         table = checkpoint.view(name)
@@ -127,7 +127,7 @@ class ModelQuantiser:
         return tensors
 
     def _linears(self) -> Iterator[tuple[str, Source]]:
-        """Yield the matrices to quantise and their modules."""
+        """Yield the module name and the source of each matrix to quantise."""
         for spec in tensor_specs(self.config):
             if spec.product and (spec.product != "head" or self.recipe.lm_head):
                 yield from ((source.name.removesuffix(".weight"), source) for source in spec.sources)
@@ -150,7 +150,7 @@ class ModelQuantiser:
         return self.recipe.lm_head if module == HEAD else 4
 
     def _check_shapes(self) -> None:
-        """Raise UnsupportedModelError unless every linear is whole words and whole groups."""
+        """Raise UnsupportedModelError unless every linear to quantise makes whole words of codes and whole groups."""
         if odd := self._odd_kinds(CODES_A_WORD, CODES_A_WORD):
             is_head = all(kind.startswith(HEAD) for kind in odd)
             raise UnsupportedModelError(
@@ -170,7 +170,7 @@ class ModelQuantiser:
             )
 
     def _odd_kinds(self, row_step: int, column_step: int) -> list[str]:
-        """Name, without their layers, the linears whose rows or columns are no multiples of these."""
+        """Return the names (without their layers) and shapes of the linears that are no multiples of the steps."""
         odd = {
             f"{name.split('.', 3)[-1]} {list(source.shape)}": None
             for name, source in self._linears()
@@ -187,7 +187,7 @@ class ModelQuantiser:
 
 
 def check_quantisable(folder: ModelFolder) -> None:
-    """Raise UnsupportedModelError unless the weights are 16-bit or float32 safetensors, and no experts."""
+    """Raise UnsupportedModelError unless the weights are 16-bit or float32 safetensors without experts."""
     if folder.config.quantization:
         raise UnsupportedModelError(f"{folder.path} is quantised already", expected="16-bit or float32 weights")
     if is_gguf(folder.path):

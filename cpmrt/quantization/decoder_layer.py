@@ -1,7 +1,7 @@
-"""A decoder layer in float32 that shows what each of its linears reads: the inputs that calibration needs.
+"""A decoder layer in float32 that computes the inputs of each of its linears, which calibration needs.
 
-The arithmetic is that of `cpmrt.reference.ops` and `cpmrt.models.decoder`, whose functions it calls; whole sequences
-attend to themselves, so there is no cache.
+The arithmetic is that of `cpmrt.models.decoder`, with the functions of `cpmrt.reference.ops`. It runs whole sequences,
+each of which attends to itself, so there is no cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STAGES = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""Linears that read the same input, in the order in which they run."""
+"""The stages of a layer, in the order in which they run: the linears of a stage read the same input."""
 NORM_OF = {QKV: "input_layernorm.weight", GATE_UP: "post_attention_layernorm.weight"}
 
 
@@ -46,16 +46,16 @@ class DecoderLayer:
         return self.tensors[linear + ".weight"]
 
     def inputs(self, stage: int, x: Any) -> Any:
-        """Compute what the linears of a stage read [T, K]; `x` [T, C] is the residual stream.
+        """Compute the inputs [T, K] of a stage's linears from the residual stream `x` [T, C].
 
-        For QKV and OUTPUT that is the stream as it enters the layer, for GATE_UP and DOWN as OUTPUT left it.
+        For QKV and OUTPUT `x` is the stream as it enters the layer, for GATE_UP and DOWN as `after(OUTPUT)` left it.
         """
         if stage in NORM_OF:
             return rms_norm(x, self.tensors[NORM_OF[stage]], self.config.rms_norm_eps)
         return self._attention(self.inputs(QKV, x)) if stage == OUTPUT else self._inner(self.inputs(GATE_UP, x))
 
     def after(self, stage: int, x: Any) -> Any:
-        """Compute the residual stream [T, C] after OUTPUT or DOWN, the end of a half of the layer."""
+        """Compute the residual stream [T, C] after OUTPUT or DOWN, the last stage of either half of the layer."""
         linear = STAGES[stage][0]
         return x + np.float32(self.config.residual_scale) * self._project(linear, self.inputs(stage, x))
 
@@ -65,7 +65,7 @@ class DecoderLayer:
         return projected if bias is None else projected + bias
 
     def _heads(self, linear: str, x: Any) -> Any:
-        """Project rows to heads [T, heads, D], with a norm on each where the family has one."""
+        """Project rows to heads [T, heads, D], each normalised where the model has a norm on heads."""
         heads = self._project(linear, x).reshape(len(x), -1, self.config.attention.head_dim)
         norm = self.tensors.get(linear.replace("_proj", "_norm") + ".weight")
         return heads if norm is None else rms_norm(heads, norm, self.config.rms_norm_eps)

@@ -21,13 +21,13 @@ from cpmrt.weights.formats.gptq import GPTQ, GPTQ_HEAD, HEAD, to_v1
 from cpmrt.weights.formats.marlin import MARLIN
 
 FORMATS = ("gptq", "gptq_v2", "awq")
-"""What can be quantised to; gptq stores zero points minus one."""
+"""The formats that a model can be quantised to; gptq stores zero points minus one, gptq_v2 as they are."""
 _ROWS = {"gptq": GPTQ, "gptq_v2": GPTQ, "awq": AWQ, "marlin": MARLIN}
 CODES_A_WORD = 8
 
 
 def check_format(name: str, recipe: Recipe) -> None:
-    """Raise ConfigError where the format cannot say what the recipe makes."""
+    """Raise ConfigError where the format cannot hold what the recipe makes."""
     if name == "gptq" and not recipe.grid.symmetric and recipe.grid.min_zero < 1:
         raise ConfigError("format gptq stores zero points less one", expected="zero points of at least 1")
     if name != "awq":
@@ -43,14 +43,14 @@ def check_format(name: str, recipe: Recipe) -> None:
 
 
 def _row(name: str, bits: int) -> Format:
-    """Return how a format stores matrices of so many bits; 8 are those of a head, which only GPTQ's have."""
+    """Return the row of a format for codes of `bits` bits: 8 only in an output head, which only GPTQ formats have."""
     return GPTQ_HEAD if bits == 8 else _ROWS[name]
 
 
 def planned_tensors(
     name: str, num_rows: int, num_columns: int, num_groups: int, scale_dtype: str = "F16", bits: int = 4
 ) -> dict[str, TensorPlan]:
-    """Describe the tensors of one linear [num_rows, num_columns], by suffix."""
+    """Return the plans of the tensors of one linear [num_rows, num_columns], by suffix."""
     row, sizes = _row(name, bits), (num_rows, num_columns, num_groups)
     plans = {row.codes.suffix: TensorPlan("I32", row.codes.shape(*sizes))}
     if row.zeros:
@@ -61,12 +61,12 @@ def planned_tensors(
 
 
 def packed(name: str, linear: QuantisedLinear, bits: int = 4) -> dict[str, Array]:
-    """Make the tensors of `planned_tensors`, with scales in float16."""
+    """Return the tensors of `planned_tensors` for a linear, with scales in float16."""
     return words_of(name, replace(linear, scales=linear.scales.astype(np.float16)), bits)
 
 
 def words_of(name: str, linear: QuantisedLinear, bits: int = 4) -> dict[str, Array]:
-    """Make the tensors of `planned_tensors`, with scales of the type that they have."""
+    """Return the tensors of `planned_tensors` for a linear, with scales of the type that they have."""
     row = _row(name, bits)
     tensors = {row.codes.suffix: row.codes.pack(to_host(linear.codes))}
     if row.zeros:

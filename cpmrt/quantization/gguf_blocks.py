@@ -1,7 +1,7 @@
 """Quantises rows of weights to block types of GGUF.
 
-Of a few scales that are tried for each group the one with the smallest squared error counts, and codes are rounded by
-the scale as it is stored. Layouts: `weights.formats.blocks`, of which each packer here is the inverse.
+For each group a few scales are tried, and the one with the smallest squared error is taken; codes are rounded with the
+scale as it is stored. Layouts: `weights.formats.blocks`, whose unpacking each packer here inverts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cpmrt.quantization.group_scales import best_lines, best_scales, codebook_co
 from cpmrt.weights.formats.blocks import BLOCK_TYPES, IQ4_VALUES, U8
 
 _BLOCK = 1 << 16
-"""Weights that a thread quantises at a time: its temporaries stay in the cache."""
+"""Weights that a thread quantises at a time: few enough for its temporaries to stay in the cache."""
 _IQ4 = IQ4_VALUES.astype(np.float32)
 
 
@@ -48,7 +48,10 @@ def _q8_0(blocks: F32) -> U8:
 
 
 def _symmetric(blocks: F32, *, bits: int) -> U8:
-    """Quantise to Q4_0 or Q5_0: the largest magnitude becomes the code that has no opposite, whatever its sign."""
+    """Quantise to Q4_0 or Q5_0: the weight of the largest magnitude, whatever its sign, gets the lowest code.
+
+    That code has no opposite; the scale takes the sign that this needs.
+    """
     middle = 1 << bits - 1
     scales = _half(best_scales(blocks, partial(codes_of, low=-middle, high=middle - 1), -middle))
     codes = codes_of(blocks, _floats(scales), -middle, middle - 1) + middle
@@ -56,7 +59,7 @@ def _symmetric(blocks: F32, *, bits: int) -> U8:
 
 
 def _offset(blocks: F32, *, bits: int) -> U8:
-    """Quantise to Q4_1 or Q5_1: codes from 0 on, times a scale, on top of the smallest value."""
+    """Quantise to Q4_1 or Q5_1: codes from 0 on, times a scale, plus an offset, the group's minimum."""
     most = (1 << bits) - 1
     scales, minimums = (_half(part) for part in best_lines(blocks, most, any_sign=True))
     codes = codes_of(blocks - _floats(minimums)[:, None], _floats(scales), 0, most)
@@ -64,7 +67,7 @@ def _offset(blocks: F32, *, bits: int) -> U8:
 
 
 def _with_high_bits(codes: F32, bits: int) -> list[U8]:
-    """Return what lies behind the scales of a block of 32: the fifth bits, if any, and the lower four."""
+    """Return the parts of a block of 32 behind its scales: the fifth bits of the codes, if any, and the lower four."""
     u = codes.astype(np.uint8)
     high = [np.packbits(u >> np.uint8(4), axis=1, bitorder="little")] if bits == 5 else []
     return [*high, _planes(u & np.uint8(15), 4, 16)]
@@ -79,9 +82,10 @@ def _iq4_nl(blocks: F32) -> U8:
 def _scaled_groups(
     blocks: F32, size: int, round_codes: Callable[[F32, F32], F32], end: int, bits: int
 ) -> tuple[U8, F32, F32]:
-    """Choose signed scales of `bits` bits for groups of `size`, and their unit: (unit, steps, codes of all weights).
+    """Choose the scales of groups of `size` weights: signed integers (steps) of `bits` bits times a unit of the block.
 
-    `end` is the code of the largest magnitude.
+    `end` is the code of the largest magnitude. Returns the units as float16 bytes, the steps, and the codes of all
+    weights.
     """
     groups, count, lowest = blocks.reshape(-1, size), blocks.shape[1] // size, -(1 << bits - 1)
     wanted = best_scales(groups, round_codes, end).reshape(-1, count)
@@ -114,7 +118,10 @@ def _iq4_xs(blocks: F32) -> U8:
 
 
 def _lined_groups(blocks: F32, size: int, bits: int, scale_bits: int) -> tuple[list[U8], list[U8], U8]:
-    """Choose unsigned scales and minimums for groups of `size`: their units, their steps, and the codes."""
+    """Choose the scales and minimums of groups of `size` weights: steps of `scale_bits` bits times a unit of the block.
+
+    Returns the two units as float16 bytes, the two kinds of steps (unsigned), and codes of `bits` bits.
+    """
     groups, count, units, steps, held = blocks.reshape(-1, size), blocks.shape[1] // size, [], [], []
     most = (1 << scale_bits) - 1
     scales, lowest = best_lines(groups, (1 << bits) - 1)
@@ -145,7 +152,7 @@ def _q2_k(blocks: F32) -> U8:
 
 
 def _tq2_0(blocks: F32) -> U8:
-    """Take weights as ternary: -1, 0 or 1 times the largest magnitude."""
+    """Quantise to TQ2_0: -1, 0 or 1 times the largest magnitude of the block."""
     unit = _half(np.abs(blocks).max(axis=1))
     return _joined(_planes((codes_of(blocks, _floats(unit), -1, 1) + 1).astype(np.uint8), 2, 32), unit)
 
@@ -165,16 +172,16 @@ QUANTISERS: dict[str, Callable[[F32], U8]] = {
     "Q2_K": _q2_k,
     "TQ2_0": _tq2_0,
 }
-"""What quantises blocks float32 [n, weights] to uint8 [n, bytes], by the name of their type."""
+"""Name of a block type -> the function that quantises blocks float32 [n, weights] to uint8 [n, bytes]."""
 
 
 def _half(values: F32) -> U8:
-    """Store float32 [n] as float16: the bytes [n, 2]."""
+    """Return float32 [n] as the bytes [n, 2] of float16."""
     return values.astype("<f2").reshape(-1, 1).view(np.uint8)
 
 
 def _floats(stored: U8) -> F32:
-    """Read what `_half` stored, float32 [n]."""
+    """Return the bytes that `_half` made as float32 [n]."""
     return np.ascontiguousarray(stored).view("<f2")[:, 0].astype(np.float32)
 
 
@@ -183,7 +190,10 @@ def _signed(codes: F32) -> U8:
 
 
 def _planes(codes: U8, bits: int, width: int) -> U8:
-    """Pack codes [n, m] of `bits` bits: of each run of 8 / bits times `width` codes the first `width` lie lowest."""
+    """Pack codes [n, m] of `bits` bits: each run of 8 / bits times `width` codes becomes `width` bytes.
+
+    The first `width` codes of a run lie in the lowest bits of the bytes.
+    """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     runs = codes.reshape(len(codes), -1, 8 // bits, width) << shifts
     packed: U8 = np.bitwise_or.reduce(runs, axis=2)
@@ -191,7 +201,9 @@ def _planes(codes: U8, bits: int, width: int) -> U8:
 
 
 def _six_bits(scales: U8, minimums: U8) -> U8:
-    """Pack eight scales and eight minimums of 6 bits to 12 bytes: the upper two bits of the last four lie in the first.
+    """Pack eight scales and eight minimums of 6 bits to 12 bytes.
+
+    The upper two bits of the last four of each lie above the 6 bits of the first four.
     """
     first = [part[:, :4] | (part[:, 4:] >> 4) << 6 for part in (scales, minimums)]
     last = scales[:, 4:] & 15 | (minimums[:, 4:] & 15) << 4

@@ -34,8 +34,8 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileType:
-    """One type that files can be made of: the block type of most `matrices`, its `number` in llama.cpp, and the type of
-    the `head`, or of the embedding that it is tied to: a few more bits there cost little."""
+    """One type of GGUF files: the block type of most `matrices`, its `number` in llama.cpp, and the type of the `head`
+    or of the embedding that it is tied to, where a few more bits cost little."""
 
     matrices: str
     number: int
@@ -43,12 +43,12 @@ class FileType:
 
 
 _INSTEAD = ("Q8_0", "BF16")
-"""What is taken where columns make no blocks of the type that was asked for."""
+"""The types that are taken, the first that fits, where columns make no whole blocks of the type that was asked for."""
 _NUMBERS = {
     "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16,
     "Q6_K": 18, "IQ4_NL": 25, "IQ4_XS": 30, "BF16": 32, "TQ2_0": 37,
 }  # fmt: skip
-"""llama.cpp's numbers for what most matrices of a file are (`general.file_type`)."""
+"""llama.cpp's numbers for the type of most matrices of a file (`general.file_type`)."""
 _TERNARY = "TQ2_0"
 _NOT_TERNARY = (
     "%d matrices are not -1, 0 or 1 times one scale for each %d columns: tq2_0 rounds them to that, and a model that "
@@ -65,8 +65,8 @@ FILE_TYPES = {
 def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
     """Make the file `target`, which must not exist, from a model in any format; nothing is left of it after an error.
 
-    `kind` is a row of FILE_TYPES. Matrices whose columns make no whole blocks take the nearest type whose they make.
-    Raises CheckpointError, ConfigError, UnsupportedModelError.
+    `kind` is a key of FILE_TYPES. Matrices whose columns make no whole blocks of that type become Q8_0 or BF16. Raises
+    CheckpointError, ConfigError, UnsupportedModelError.
     """
     if target.suffix != GGUF_SUFFIX:
         expected = f"a name that ends with {GGUF_SUFFIX}"
@@ -95,7 +95,7 @@ def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
 
 
 def _plan(spec: TensorSpec, kind: str, folder: ModelFolder) -> TensorPlan:
-    """Choose the type of a tensor."""
+    """Return the type and shape that a tensor has in the file."""
     if len(spec.shape) == 1:
         return TensorPlan("F32", spec.shape)
     is_tied = spec.name.endswith("embed_tokens.weight") and folder.config.tie_word_embeddings
@@ -127,7 +127,7 @@ def _values(spec: TensorSpec, checkpoint: Checkpoint) -> F32:
 
 
 def _paired(values: F32, head_dim: int) -> F32:
-    """Put the rows of heads in pairs, as `unpaired` finds them."""
+    """Return the rows of heads in pairs, row i at the place `unpaired(...)[i]`."""
     made = np.empty_like(values)
     made[np.array(unpaired(len(values), head_dim))] = values
     return made

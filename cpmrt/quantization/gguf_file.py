@@ -22,7 +22,7 @@ _FLOATS = {dtype.safetensors_name: (number, dtype) for number, dtype in FLOAT_NU
 
 @dataclass(frozen=True)
 class Typed:
-    """A number, or a list of numbers, with the type that the file has them in."""
+    """A number, or a list of numbers, and its type in the file."""
 
     kind: Literal["u32", "i32", "f32"]
     value: int | float | Sequence[int] | Sequence[float]
@@ -65,7 +65,7 @@ class GgufWriter(PlannedFile):
         super().__init__(path, head.ljust(_aligned(len(head)), b"\0"), places, end)
 
     def write(self, name: str, words: Array) -> None:
-        """Fill a tensor with its words: of a float type, or the blocks as bytes."""
+        """Fill a tensor with its words of a float type, or with its blocks as bytes."""
         plan = self._tensors[name]
         if words.nbytes != plan.nbytes:
             raise ValueError(f"{name}: planned {plan}, got {words.dtype} {words.shape}")

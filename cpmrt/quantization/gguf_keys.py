@@ -1,4 +1,4 @@
-"""The keys of a GGUF file for what the config.json of a model says, as llama.cpp asks for them."""
+"""Makes the keys of a GGUF file from the config of a model, as llama.cpp reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUANTIZATION_VERSION = 2
 
 
 def architecture_row(config: ModelConfig) -> GgufArchitecture:
-    """Return the row of GGUF's names for a model. Raises UnsupportedModelError where there is none."""
+    """Return the row of GGUF's names for a model's architecture. Raises UnsupportedModelError where there is none."""
     for row in GGUF_ARCHITECTURES.values():
         if row.hugging_face == config.architecture:
             return row
@@ -29,7 +29,7 @@ def architecture_row(config: ModelConfig) -> GgufArchitecture:
 
 
 def model_keys(folder: ModelFolder, file_type: int) -> dict[str, KeyValue]:
-    """Return the keys of the model itself; `file_type` is llama.cpp's number for what most matrices are stored as.
+    """Return the keys of the model itself; `file_type` is llama.cpp's number for the type of most matrices.
 
     Raises UnsupportedModelError for an mlp or a rotary embedding that the keys cannot describe.
     """
@@ -51,7 +51,7 @@ def model_keys(folder: ModelFolder, file_type: int) -> dict[str, KeyValue]:
         **_attention_keys(mixer),
         **_rope_keys(config),
     }
-    if ARCHITECTURES[config.architecture].mup:  # llama.cpp has those of MiniCPM3 fixed, and does not look
+    if ARCHITECTURES[config.architecture].mup:  # llama.cpp ignores them for MiniCPM3: it has fixed values
         own |= {
             "embedding_scale": Typed("f32", config.scale_emb),
             "residual_scale": Typed("f32", config.residual_scale),
@@ -68,7 +68,7 @@ def model_keys(folder: ModelFolder, file_type: int) -> dict[str, KeyValue]:
 
 
 def _name(folder: ModelFolder) -> str:
-    """Return what the model is called: by its repository on a hub, else by its folder or file."""
+    """Return the model's name: that of its repository on a hub, else that of its folder or file."""
     if folder.repository is not None:
         return folder.repository.name.rpartition("/")[2]
     return folder.path.name.removesuffix(GGUF_SUFFIX)
@@ -88,7 +88,7 @@ def _sampling_keys(sampling: SamplingDefaults) -> dict[str, KeyValue]:
 
 
 def factor_tensors(config: ModelConfig) -> dict[str, Sequence[float]]:
-    """Return the factors of a rotary embedding that GGUF keeps as tensors, by their names."""
+    """Return the factors of a rotary embedding that GGUF stores as tensors, by the tensors' names."""
     if config.rope.kind != "longrope":
         return {}
     return {LONG_FACTORS: config.rope.long_factor, SHORT_FACTORS: config.rope.short_factor}
@@ -120,7 +120,7 @@ def _attention_keys(mixer: object) -> dict[str, KeyValue]:
 
 
 def _rope_keys(config: ModelConfig) -> dict[str, KeyValue]:
-    """Return the keys of the rotary embedding. Raises UnsupportedModelError for what they cannot describe."""
+    """Return the keys of the rotary embedding. Raises UnsupportedModelError for one that they cannot describe."""
     rope = config.rope
     if (found := _beyond_keys(rope)) is not None:
         raise UnsupportedModelError(
@@ -140,7 +140,7 @@ def _rope_keys(config: ModelConfig) -> dict[str, KeyValue]:
 
 
 def _beyond_keys(rope: RopeConfig) -> str | None:
-    """Return what no key says of a rotary embedding, None if they say it all."""
+    """Return the property of a rotary embedding that the keys cannot describe, or None."""
     if rope.kind not in ("default", "linear", "longrope", "yarn"):
         return rope.kind
     if rope.kind == "yarn" and (rope.factor is None or rope.factor <= 1):
@@ -153,9 +153,9 @@ def _beyond_keys(rope: RopeConfig) -> str | None:
 
 
 def _yarn_keys(config: ModelConfig, factor: float) -> dict[str, KeyValue]:
-    """Return the keys that only YaRN has, and the weight of cos and sin where it is not that of YaRN's own rule.
+    """Return the keys that only YaRN has.
 
-    The format has it as a multiple of that.
+    The factor of cos and sin is among them where it is not YaRN's own, 0.1 ln(factor) + 1: as a multiple of that.
     """
     weight = _attention_factor(config) / (0.1 * log(factor) + 1.0)
     return {
@@ -166,7 +166,7 @@ def _yarn_keys(config: ModelConfig, factor: float) -> dict[str, KeyValue]:
 
 
 def _attention_factor(config: ModelConfig) -> float:
-    """Return what cos and sin are multiplied by."""
+    """Return the factor by which cos and sin are multiplied."""
     mixer = config.layers[0].mixer
     rotated = mixer.rope_dim if isinstance(mixer, LatentAttention) else config.attention.head_dim
     return inverse_frequencies(config, rotated, config.max_position_embeddings)[1]

@@ -1,6 +1,6 @@
-"""The keys of a GGUF file for the tokenizer and the chat template of a folder, as llama.cpp asks for them.
+"""Makes the keys of a GGUF file from the tokenizer and the chat templates of a folder, as llama.cpp reads them.
 
-A tokenizer that its keys cannot describe comes along as a whole as well, in the key that the format has for that.
+A tokenizer that these keys cannot describe is also stored as a whole, in the key that the format has for that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMES_AS_A_WHOLE = (
 _ENDS_LEFT_OUT = "%s: tokens %s end an answer, but GGUF has only %d keys for ends: from the file they do not end it"
 _OF_MODEL = ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
 _OF_UNKNOWN = ("fuse_unk", "unk_token")
-"""What counts only where a text can have what is no token."""
+"""Fields of a tokenizer's model that matter only where a text can contain something that is no token."""
 
 
 def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:
@@ -59,7 +59,8 @@ def tokenizer_keys(folder: ModelFolder) -> dict[str, KeyValue]:
 
 
 def _vocabulary_keys(content: Mapping[str, Any], rows: int) -> dict[str, KeyValue]:
-    """Return tokens, types, and merges or scores; rows without a token are unused ones."""
+    """Return the keys of tokens, types, and merges or scores; rows of the embedding without a token are unused tokens.
+    """
     model = content["model"]
     texts = {token_id: text for text, token_id in model["vocab"].items()}
     types = dict.fromkeys(texts, TokenType.NORMAL)
@@ -89,7 +90,7 @@ def _vocabulary_keys(content: Mapping[str, Any], rows: int) -> dict[str, KeyValu
 
 
 def _scores(merges: Sequence[str], tokens: Sequence[str]) -> list[float]:
-    """Return a score a token, the higher the earlier it is merged; what is never merged comes last."""
+    """Return the score of each token: the earlier it is merged the higher, the lowest for tokens that never are."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", "", 1), rank)
@@ -97,7 +98,8 @@ def _scores(merges: Sequence[str], tokens: Sequence[str]) -> list[float]:
 
 
 def _special_keys(tokenizer: Tokenizer, folder: ModelFolder) -> dict[str, KeyValue]:
-    """Return the ids of BOS, that of the tokenizer, else of config.json, and of the unknown token."""
+    """Return the keys of BOS (the tokenizer's, else that of config.json), of its being added, and of the unknown token.
+    """
     starts = (tokenizer.bos_token_id, *_special((folder.config.bos_token_id,), tokenizer))
     bos = next((token_id for token_id in starts if token_id is not None), None)
     keys: dict[str, KeyValue] = {"add_bos_token": tokenizer.encode("a")[:1] == [bos] and bos is not None}
@@ -110,9 +112,10 @@ def _special_keys(tokenizer: Tokenizer, folder: ModelFolder) -> dict[str, KeyVal
 
 
 def _end_keys(tokenizer: Tokenizer, folder: ModelFolder, vocabulary: Mapping[str, KeyValue]) -> dict[str, KeyValue]:
-    """Return the ids of the tokens that end an answer: EOS is that of the tokenizer, else of config.json.
+    """Return the keys of the tokens that end an answer. EOS is that of the tokenizer, else of config.json.
 
-    The keys of others go first to those that no reader knows by their text. A warning names those that remain.
+    The two other keys go first to tokens that a reader would not recognise by their text. A warning names the tokens
+    that neither a key nor their text tells.
     """
     ends = folder.config.eos_token_ids
     eos = (*tokenizer.eos_token_ids, *_special(ends, tokenizer))[:1]
@@ -132,7 +135,7 @@ def _special(ids: Sequence[int | None], tokenizer: Tokenizer) -> list[int]:
 def _unsaid(
     keys: Mapping[str, KeyValue], content: Mapping[str, Any], tokenizer: Tokenizer, path: Path
 ) -> list[str]:
-    """Return the names of the parts of a tokenizer.json that the keys alone do not make again."""
+    """Return the names of the parts of a tokenizer.json that cannot be made again from the keys alone."""
     found = _read(keys)
     made = _compared(tokenizer_json(found, path))
     unsaid = [name for name, part in _compared(content).items() if part != made[name]]
@@ -143,13 +146,13 @@ def _unsaid(
 
 
 def _compared(content: Mapping[str, Any]) -> dict[str, object]:
-    """Return the parts of a tokenizer.json, each without what makes no difference in it."""
+    """Return the parts of a tokenizer.json for a comparison, without the fields that make no difference."""
     from tokenizers.pre_tokenizers import ByteLevel  # imported here: `cpmrt convert --help` stays quick
 
     normalizer, decoder, model = content["normalizer"], content["decoder"], content["model"]
     knows_bytes = model["vocab"].keys() >= set(ByteLevel.alphabet())
     fields = _OF_MODEL if knows_bytes else _OF_MODEL + _OF_UNKNOWN
-    # Without a normalizer a text is what it was.
+    # Without a normalizer it makes no difference whether an added token is looked for in normalised text.
     flags = ("id", "content", "special", "single_word", "lstrip", "rstrip", *(["normalized"] if normalizer else []))
     return {
         "normalizer": normalizer,
@@ -157,13 +160,13 @@ def _compared(content: Mapping[str, Any]) -> dict[str, object]:
         "merges": [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]],
         "model": [model[name] or None for name in fields],
         "added_tokens": [[token[name] for name in flags] for token in content["added_tokens"]],
-        # The settings of this one are for encoding.
+        # The settings of a ByteLevel decoder make no difference: they are for encoding.
         "decoder": "ByteLevel" if decoder and decoder["type"] == "ByteLevel" else decoder,
     }
 
 
 def _read(keys: Mapping[str, KeyValue]) -> dict[str, Value]:
-    """Return the values of keys as they will be read from the file."""
+    """Return the values of `keys` as a reader of the file will get them."""
     return {key: _read_one(value) for key, value in keys.items()}
 
 
@@ -174,7 +177,7 @@ def _read_one(value: KeyValue) -> Value:
 
 
 def _template_keys(folder: Path) -> dict[str, KeyValue]:
-    """Return the chat templates of a folder."""
+    """Return the keys of the chat templates of a folder."""
     named, _ = read_templates(folder) or ({}, folder)
     keys: dict[str, KeyValue] = {
         TEMPLATE if name == "default" else f"{TEMPLATE}.{name}": text for name, text in named.items()

@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al. 2022, arXiv 2210.17323): codes chosen column by column, errors moved to the columns still open.
+"""GPTQ (Frantar et al. 2022, arXiv 2210.17323): chooses codes column by column, moving errors to the later columns.
 
 With H the sum of x x^T over calibration inputs and U the upper Cholesky factor of its inverse, rounding column j by
 error e costs least when every later column k is changed by -e / U[j, j] * U[j, k].
@@ -21,10 +21,10 @@ BLOCK = 128
 
 @dataclass(frozen=True)
 class GptqSettings:
-    """Settings of GPTQ. `damping` is added to the Hessian's diagonal, as a share of its mean.
+    """Settings of GPTQ. `damping`, as a share of the Hessian's mean diagonal, is added to its diagonal.
 
-    `act_order` takes columns by falling mean square of their inputs, groups too (g_idx); with `static_groups` groups
-    stay neighbouring columns, whose grids come from the untouched weights.
+    With `act_order` columns are quantised, and grouped too (g_idx), by falling mean square of their inputs. With
+    `static_groups` groups stay neighbouring columns, and their grids are fitted to the original weights.
     """
 
     damping: float = 0.01
@@ -68,8 +68,8 @@ def gptq(weight: Any, hessian: Any, grid: GridSettings, settings: GptqSettings) 
 def inverse_factor(hessian: Any, damping: float) -> Any:
     """Compute U float32 [K, K], upper, with U^T U the inverse of the damped Hessian.
 
-    It comes from the Cholesky factor of the reversed matrix: one triangular inverse, none of H itself. An input feature
-    that is always 0 says nothing: it gets the mean diagonal, so its column is rounded to nearest.
+    It comes from the Cholesky factor of the reversed matrix, which takes one triangular inverse and none of H itself.
+    An input feature that is always 0 gets the mean diagonal, so that its column is rounded to nearest.
     """
     xp = module_of(hessian)
     damped = hessian.astype(np.float64)
@@ -95,10 +95,11 @@ def _not_positive() -> CheckpointError:
 
 
 def _quantise_columns(rows: Any, factor: Any, grid_at: Callable[[int, Any], Grid]) -> Any:
-    """Choose codes uint8 [K, N] for the transposed weights `rows` [K, N], which are used up.
+    """Choose codes uint8 [K, N] for the transposed weights `rows` [K, N], which are overwritten.
 
-    `grid_at` gives the grid of a column, told its weights and those after it [.., N] as they are when its turn comes.
-    Errors reach the columns of the same block at once, all others when the block is done: one large product.
+    `grid_at(column, remaining)` returns the grid of a column; `remaining` [.., N] are the weights of this and all later
+    columns as the errors moved so far have left them. A column's error is moved to the columns of its own block at
+    once, and to all later ones when the block is done, in one large product.
     """
     xp, num_columns = module_of(rows), len(rows)
     codes = xp.empty(rows.shape, np.uint8)

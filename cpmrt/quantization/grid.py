@@ -18,7 +18,7 @@ MAX_CODE = 15
 MIDDLE = 8
 BYTE_MIDDLE = 128
 """The zero point of codes of 8 bits."""
-# How far the range is shrunk or stretched around the plain one when the best is searched: all steps are tried.
+# The factors of a group's plain range that a search for the best grid tries, all of them.
 _SEARCH_STEPS = np.linspace(0.5, 1.1, 31).astype(np.float32)
 _SMALLEST_SCALE = np.float32(2.0**-24)
 
@@ -27,8 +27,9 @@ _SMALLEST_SCALE = np.float32(2.0**-24)
 class GridSettings:
     """Settings for how groups get their grids.
 
-    `group_size` input features share one (-1: all of a row). `search` tries ranges around the plain one and keeps
-    that of the least squared error. `min_zero` 1 suits files that store zero - 1, where 0 has no agreed form.
+    `group_size` input features share a grid (-1: all of a row). `search` tries ranges around the plain one and keeps
+    that of the least squared error. `min_zero` is the lowest zero point: 1 for files that store zero - 1, in which a
+    zero point of 0 has no agreed form.
     """
 
     group_size: int = 128
@@ -38,7 +39,7 @@ class GridSettings:
     dtype: DType = DType.BFLOAT16
 
     def group_of(self, num_columns: int) -> int:
-        """Return the input features of a group of a matrix with `num_columns` of them."""
+        """Return the number of input features in a group of a matrix with `num_columns` input features."""
         return num_columns if self.group_size == -1 else self.group_size
 
 
@@ -50,7 +51,7 @@ class Grid:
     zeros: Any
 
     def at(self, index: int) -> Grid:
-        """Return one row of the grids."""
+        """Return the grids at an index of the first axis."""
         return Grid(self.scales[index], self.zeros[index])
 
     def codes(self, weights: Any) -> Any:
@@ -58,7 +59,7 @@ class Grid:
         return np.clip(np.rint(weights / self.scales) + self.zeros, 0, MAX_CODE)
 
     def values(self, codes: Any) -> Any:
-        """Return the weights that codes stand for, float32."""
+        """Return the weights of codes, float32."""
         return self.scales * (codes - self.zeros)
 
 
@@ -93,7 +94,7 @@ def round_scales(scales: Any, dtype: DType) -> Any:
 
 
 def _range(groups: Any, settings: GridSettings) -> tuple[Any, Any]:
-    """Return the ends of each group's plain range, [..., 1] each; it always holds 0."""
+    """Return the ends of each group's plain range, [..., 1] each; the range always contains 0."""
     if settings.symmetric:
         largest = np.abs(groups).max(axis=-1, keepdims=True)
         return -largest, largest
@@ -120,8 +121,8 @@ def _error(groups: Any, grid: Grid, importance: Any | None) -> Any:
 class QuantisedLinear:
     """A quantised matrix: W[n, k] = scales[n, group[k]] * (codes[n, k] - zeros[n, group[k]]), columns as in the model.
 
-    codes uint8 [N, K], of 4 bits or 8; scales float32 [N, G] and zeros uint8 [N, G]; group int32 [K], which group a
-    column is of.
+    codes uint8 [N, K], of 4 bits or 8; scales float32 [N, G] and zeros uint8 [N, G]; group int32 [K], the group of each
+    column.
     """
 
     codes: Any
@@ -130,12 +131,12 @@ class QuantisedLinear:
     group: Any
 
     def values(self) -> Any:
-        """Return the weights it stands for, float32 [N, K]."""
+        """Return the dequantised weights, float32 [N, K]."""
         zeros = self.zeros[:, self.group].astype(np.float32)
         return self.scales[:, self.group] * (self.codes.astype(np.float32) - zeros)
 
     def rows(self, start: int, stop: int) -> QuantisedLinear:
-        """Return the matrix of some of its outputs."""
+        """Return the matrix of the rows (output features) from `start` to `stop`."""
         return QuantisedLinear(self.codes[start:stop], self.scales[start:stop], self.zeros[start:stop], self.group)
 
 
@@ -155,9 +156,9 @@ def round_to_nearest(weight: Any, settings: GridSettings, importance: Any | None
 
 
 def round_to_bytes(weight: Any, settings: GridSettings) -> QuantisedLinear:
-    """Round every weight of float32 [N, K] to the nearest of 8 bits: the largest magnitude of a group becomes 127.
+    """Round every weight of float32 [N, K] to the nearest 8-bit code: the largest magnitude of a group becomes 127.
 
-    Codes are 1 to 255 around a zero point of 128, whatever the `settings` say of those in 4 bits.
+    Codes are 1 to 255 around a zero point of 128; `settings` give the groups and the type of the scales only.
     """
     num_rows, num_columns = weight.shape
     group = settings.group_of(num_columns)

@@ -1,6 +1,6 @@
-"""Finds scales, and perhaps offsets, for groups of weights: those that leave the smallest squared error.
+"""Finds the scales, and perhaps offsets, of groups of weights with the smallest squared error.
 
-All functions take groups float32 [n, size], a row for each group, and give an entry for each row.
+All functions take groups float32 [n, size], a row for each group, and return an entry for each row.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from cpmrt.dtypes import F32
 
 _SHRINKS = np.linspace(1.0, 0.8, 9, dtype=np.float32)
-"""Parts of the scale that spans a group, which are tried: cutting off its ends a little mostly pays."""
+"""Factors that are tried on the scale that spans a whole group: clipping its ends a little mostly pays."""
 
 
 def codes_of(groups: F32, scales: F32, low: int, high: int) -> F32:
@@ -29,7 +29,7 @@ def codebook_codes(groups: F32, scales: F32, values: F32) -> F32:
 
 
 def best_scales(groups: F32, round_codes: Callable[[F32, F32], F32], end: int) -> F32:
-    """Choose scales for codes that `round_codes(groups, scales)` makes; `end` is the code of the largest magnitude."""
+    """Choose scales where `round_codes(groups, scales)` makes the codes; `end` is the code of the largest magnitude."""
     ends = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)[:, 0] / np.float32(end)
 
     def rounded(scales: F32) -> F32:
@@ -41,7 +41,8 @@ def best_scales(groups: F32, round_codes: Callable[[F32, F32], F32], end: int) -
 def best_lines(groups: F32, most: int, *, any_sign: bool = False) -> tuple[F32, F32]:
     """Choose scales and offsets for codes 0 to `most`: w = scale * code + offset; without `any_sign` offsets are <= 0.
 
-    Each line that spans a group, shrunk, is fitted once more to the codes that it gives, by least squares.
+    The candidates are the line that spans the group, shrunk by each of `_SHRINKS`, and each of these lines fitted once
+    more, by least squares, to the codes that it gives.
     """
     low, high = groups.min(axis=1), groups.max(axis=1)
     if not any_sign:
@@ -61,7 +62,7 @@ def best_lines(groups: F32, most: int, *, any_sign: bool = False) -> tuple[F32, 
 
 
 def _fitted(groups: F32, scales: F32, offsets: F32, most: int, *, any_sign: bool) -> tuple[F32, F32]:
-    """Fit a line to the codes that it gives; where what comes out cannot be stored, the line stays."""
+    """Fit a line by least squares to the codes that it gives; a line whose fit cannot be stored stays as it is."""
     codes = codes_of(groups - offsets[:, None], scales, 0, most)
     mean_code, mean = codes.mean(axis=1), groups.mean(axis=1)
     spread = codes.var(axis=1)
@@ -73,7 +74,7 @@ def _fitted(groups: F32, scales: F32, offsets: F32, most: int, *, any_sign: bool
 
 
 def _best(groups: F32, candidates: Iterable[tuple[F32, ...]], rounded: Callable[..., F32]) -> tuple[F32, ...]:
-    """Return for each group the candidate by which it is rounded with the smallest squared error."""
+    """Return for each group the candidate that rounds it with the smallest squared error."""
     best: tuple[F32, ...] = ()
     smallest = np.empty(0, np.float32)
     for candidate in candidates:

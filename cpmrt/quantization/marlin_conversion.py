@@ -1,8 +1,8 @@
 """Converts a symmetric 4-bit GPTQ checkpoint (group size 128 or -1) to CPM.cu's Marlin layout, and back.
 
-Codes and scales only change places: there and back gives the same bits. Marlin as CPM.cu writes it has one file,
-model_gptq.safetensors; q, k, v and gate, up fused along the outputs; qweight and scales in the order of tensor-core
-fragments, without qzeros and g_idx; and config.json of the GPTQ checkpoint.
+Codes and scales only change places: converting there and back gives the same bits. Marlin as CPM.cu writes it has one
+file, model_gptq.safetensors; q, k, v and gate, up fused along the outputs; qweight and scales in the order of
+tensor-core fragments, without qzeros and g_idx; and the config.json of the GPTQ checkpoint.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ GROUP_SIZES = (128, -1)
 
 @dataclass(frozen=True)
 class Linear:
-    """A quantised matrix: the sources that hold its rows, and the modules that get them in the new checkpoint."""
+    """A quantised matrix: the sources that hold its rows, and its rows in each module of the new checkpoint."""
 
     sources: Sequence[Source]
     modules: dict[str, slice]
 
 
 def convert(folder: ModelFolder, target: Path, *, back: bool) -> None:
-    """Make the folder `target`, `back` from Marlin. Raises ConfigError, CheckpointError, UnsupportedModelError."""
+    """Convert a GPTQ checkpoint to Marlin, or with `back` one of Marlin to GPTQ, into the new folder `target`.
+
+    Raises ConfigError, CheckpointError, UnsupportedModelError.
+    """
     settings = _settings(folder)
     gptq = "gptq" if settings.v1_zeros else "gptq_v2"
     new, file_name = (gptq, SINGLE_NAME) if back else ("marlin", MARLIN_FILE)
@@ -69,7 +72,7 @@ def convert(folder: ModelFolder, target: Path, *, back: bool) -> None:
 def _parts(
     folder: ModelFolder, settings: WeightQuantization, checkpoint: Checkpoint, *, back: bool
 ) -> tuple[list[Linear], list[str]]:
-    """The matrices to convert, and the names of the tensors that stay as they are."""
+    """Return the matrices to convert, and the names of the tensors that stay as they are."""
     plain = tensor_specs(folder.config)
     stored = quantised_specs(plain, settings, checkpoint)
     check(stored, checkpoint)
@@ -84,7 +87,7 @@ def _parts(
 
 
 def _modules(spec: TensorSpec, packed: TensorSpec, *, fused: bool) -> dict[str, slice]:
-    """The modules of a matrix in the new checkpoint, with their rows: its own, or one for all of them."""
+    """Return the modules of a matrix in the new checkpoint with their rows: one each, or one `fused` module for all."""
     if not fused:
         return {source.name.removesuffix(".weight"): rows for source, rows in spec.parts()}
     module = packed.sources[0].name
@@ -92,7 +95,7 @@ def _modules(spec: TensorSpec, packed: TensorSpec, *, fused: bool) -> dict[str, 
 
 
 def _plan(linear: Linear, checkpoint: Checkpoint, name: str) -> dict[str, TensorPlan]:
-    """What a matrix becomes in the new format."""
+    """Return the plans of a matrix's tensors in the new format, by name."""
     first = linear.sources[0]
     scales, num_columns = checkpoint.entries[format_of(first).scales.of(first.name)], first.shape[1]
     assert first.packing is not None
@@ -104,7 +107,7 @@ def _plan(linear: Linear, checkpoint: Checkpoint, name: str) -> dict[str, Tensor
 
 
 def _tensors(linear: Linear, checkpoint: Checkpoint, name: str) -> Iterator[tuple[str, Array]]:
-    """The contents of `_plan`. Raises CheckpointError where zero points are not 8."""
+    """Yield the name and content of each tensor of `_plan`. Raises CheckpointError where zero points are not 8."""
     parts = []
     for source in linear.sources:
         read_zeros(source, checkpoint)
@@ -121,7 +124,11 @@ def _tensors(linear: Linear, checkpoint: Checkpoint, name: str) -> Iterator[tupl
 
 
 def _settings(folder: ModelFolder) -> WeightQuantization:
-    """What the checkpoint's config says, if Marlin can say it too."""
+    """Return the checkpoint's quantisation settings.
+
+    Raises UnsupportedModelError where CPM.cu's Marlin layout cannot express them or has no place for the model's biases
+    and norms.
+    """
     settings, config = folder.config.quantization, folder.config
     where = f"{folder.path}: quantization_config"
     if settings is None or settings.lm_head or settings.packing != "gptq":

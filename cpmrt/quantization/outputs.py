@@ -1,4 +1,4 @@
-"""Folders and files of weights that appear when they are complete, or not at all, and what is copied beside weights."""
+"""Makes folders and files of weights, which appear only when they are complete, and copies the files beside weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _PIECE_BYTES = 1 << 20
 
 
 def check_new(out: Path, kind: str) -> None:
-    """Raise ConfigError unless a "folder" or a "file" of this name can be new; before long work this is asked apart."""
+    """Raise ConfigError unless `out` can become a new "folder" or "file" (`kind`).
+
+    `new_folder` and `new_file` check it too; commands call it before their long work.
+    """
     if os.path.lexists(out):  # also a link to nothing, which no folder can replace at the end
         raise ConfigError(f"{out} exists already", fix=f"name a new {kind}, or delete it")
     if not out.parent.is_dir():
@@ -30,7 +33,7 @@ def check_new(out: Path, kind: str) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Make a folder to fill, which becomes `out` at the end, or is deleted after an error. Raises ConfigError."""
+    """Yield a new folder to fill, which becomes `out` at the end, or is deleted after an error. Raises ConfigError."""
     with _partial(out, "folder") as partial:
         partial.mkdir()
         partial.chmod(0o755)
@@ -39,14 +42,17 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_file(out: Path) -> Iterator[Path]:
-    """Name a file to make, which becomes `out` at the end, or is deleted after an error. Raises ConfigError."""
+    """Yield the path of a file to make, which becomes `out` at the end, or is deleted after an error.
+
+    Raises ConfigError.
+    """
     with _partial(out, "file") as partial:
         yield partial
 
 
 @contextmanager
 def _partial(out: Path, kind: str) -> Iterator[Path]:
-    """Name a path on the disk of `out`; what is there at the end becomes `out`."""
+    """Yield a path on the disk of `out`; the file or folder there is renamed to `out` at the end."""
     check_new(out, kind)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
@@ -60,9 +66,9 @@ def _partial(out: Path, kind: str) -> Iterator[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what belongs to a checkpoint beside weights and configs; subfolders stay behind but for chat templates.
+    """Copy a checkpoint's files beside weights and configs, such as the tokenizer; of subfolders only chat templates.
 
-    It comes before long work, which a file that cannot be read would end. Raises CheckpointError.
+    Called before the long work, so that a file that cannot be read ends the command at once. Raises CheckpointError.
     """
     with reading(source):
         paths = sorted(path for path in source.iterdir() if not path.is_dir())

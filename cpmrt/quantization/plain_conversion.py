@@ -25,11 +25,11 @@ from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack
 
 _GGUF_COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
-"""What a GGUF file stands for beside config.json and the weights."""
+"""The files that a GGUF file stands for beside config.json and the weights."""
 
 
 def to_safetensors(folder: ModelFolder, target: Path) -> None:
-    """Make the folder `target`, which must not exist, with the weights in the config's dtype, else in bfloat16.
+    """Make the folder `target`, which must not exist, with the weights in the config's dtype, or bfloat16 without one.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
@@ -55,7 +55,7 @@ def _copy_companions(source: Path, target: Path) -> None:
 
 
 def plain_weights(folder: ModelFolder, checkpoint: Checkpoint) -> Iterator[tuple[str, TensorSpec]]:
-    """Yield every tensor of the model by its Hugging Face name, as a weight of one source, however that is stored.
+    """Yield every tensor of the model, whatever its format, by its Hugging Face name as a weight of one source.
 
     Raises CheckpointError; UnsupportedModelError where several matrices are stored as one.
     """
@@ -64,7 +64,7 @@ def plain_weights(folder: ModelFolder, checkpoint: Checkpoint) -> Iterator[tuple
     check(stored, checkpoint)
     for spec in stored:
         if spec.name not in plain:
-            continue  # a tied head
+            continue  # a head that is tied to the embedding
         plain_sources = plain[spec.name].sources
         if len(plain_sources) != len(spec.sources):
             raise UnsupportedModelError(

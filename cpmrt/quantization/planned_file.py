@@ -1,4 +1,4 @@
-"""Writes a file of tensors whose places are known before, tensor by tensor in any order."""
+"""Writes a file of tensors whose places are known in advance, tensor by tensor in any order."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ W = TypeVar("W", bound="PlannedFile")
 
 
 class PlannedFile:
-    """A new file: a head, and room for `nbytes` bytes of tensors, of which each begins at its place in `places`.
+    """A new file: a head, then room for `nbytes` bytes of tensors, each of which begins at its place in `places`.
 
-    Each must be filled once before the `with` block ends.
+    Each tensor must be filled once before the `with` block ends.
     """
 
     def __init__(self, path: Path, head: bytes, places: Mapping[str, int], nbytes: int):

@@ -1,4 +1,4 @@
-"""Quantises the linears of one decoder layer, in the order in which they run."""
+"""Quantises the linears of one decoder layer, in the order in which they run, or the output head."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from cpmrt.weights.formats.gptq import HEAD
 
 METHODS = ("rtn", "gptq", "awq")
 _LARGEST_WEIGHT = 1e5
-"""Far from what scales in float16 reach, farther from what weights are: a larger one is an error."""
+"""A weight of this magnitude or more is an error: scales in float16 could still hold it, but no real weight comes near.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Recipe:
     """A method of `METHODS` and its settings; the first `skip_positions` of every calibration window do not count.
 
     The first positions of a text draw attention from everywhere and can have huge activations, which is why MiniCPM4's
-    own quantisation leaves some out (arXiv 2506.07900). The bundled model is better without that. `lm_head` 4 or 8
-    quantises the output head too, to so many bits; 0 leaves it.
+    own quantisation leaves some out (arXiv 2506.07900). The bundled model is better with all of them. `lm_head` is the
+    bits of the output head's codes, 4 or 8; 0 leaves it as it is.
     """
 
     method: str
@@ -50,7 +51,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class QuantisedLayer:
-    """Quantised linears by short name, and after calibration their squared output errors as shares of the outputs'."""
+    """Quantised linears by short name, and after calibration the squared error of each as a share of its outputs'."""
 
     linears: Mapping[str, QuantisedLinear]
     errors: Mapping[str, float]
@@ -59,9 +60,9 @@ class QuantisedLayer:
 def quantise_layer(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> QuantisedLayer:
     """Quantise every linear of `layer`, whose weights become the quantised ones.
 
-    `streams` are the residual streams [T, C] of the calibration windows as they enter the layer, and afterwards as
-    they leave the quantised one; empty without calibration. Every linear is calibrated on inputs that what was
-    quantised before it has already made. Raises CheckpointError.
+    `streams` are the residual streams [T, C] of the calibration windows as they enter the layer; they are replaced by
+    those that leave the quantised layer. The list is empty without calibration. Every linear is calibrated on inputs
+    that the linears before it, already quantised, have made. Raises CheckpointError.
     """
     if recipe.method == "awq":
         _scale_columns(layer, streams, recipe)
@@ -82,7 +83,7 @@ def quantise_layer(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> Q
 def quantise_together(weights: Mapping[str, Any], sums: InputSums | None, recipe: Recipe) -> QuantisedLayer:
     """Quantise linears [N, K] that share an input as one matrix, so that they share the order of columns too.
 
-    `sums` None rounds to nearest. Raises CheckpointError.
+    Without `sums` weights are rounded to nearest. Raises CheckpointError.
     """
     for name, weight in weights.items():
         check_finite(f"{name}.weight", weight)
@@ -103,7 +104,7 @@ def quantise_together(weights: Mapping[str, Any], sums: InputSums | None, recipe
 
 
 def quantise_head(weight: Any, sums: InputSums | None, recipe: Recipe) -> QuantisedLayer:
-    """Quantise the output head: in 4 bits as the layers are, in 8, where no method gains anything, to the nearest.
+    """Quantise the output head: in 4 bits by the recipe's method, in 8 to nearest, where no method gains anything.
 
     Raises CheckpointError.
     """
@@ -116,7 +117,10 @@ def quantise_head(weight: Any, sums: InputSums | None, recipe: Recipe) -> Quanti
 
 
 def _scale_columns(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> None:
-    """Scale columns as AWQ does. All scales are found on the layer as it was: they leave what it computes unchanged."""
+    """Scale the columns of a layer's linears as AWQ does, which leaves what the layer computes unchanged.
+
+    The residual streams of all stages are therefore those of the layer before it.
+    """
     grid, after_attention = recipe.grid, [layer.after(OUTPUT, stream) for stream in streams]
     for stage in SCALED_STAGES:
         sums = _input_sums(layer, stage, streams if stage < OUTPUT else after_attention, recipe)
@@ -129,7 +133,7 @@ def _input_sums(layer: DecoderLayer, stage: int, streams: list[Any], recipe: Rec
 
 
 def check_finite(name: str, weight: Any) -> None:
-    """Raise CheckpointError unless the values of a tensor of this name can be weights."""
+    """Raise CheckpointError unless all values of the tensor `name` are finite and below `_LARGEST_WEIGHT`."""
     largest = float(np.abs(weight).max())
     if not largest < _LARGEST_WEIGHT:
         raise CheckpointError(name, expected=f"finite weights below {_LARGEST_WEIGHT:g}", actual=largest)

@@ -1,4 +1,4 @@
-"""Reads weights that are stored in blocks of GGUF: as they are, or unpacked."""
+"""Reads weights that are stored in blocks of GGUF, as they are or unpacked."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats.blocks import BLOCK_TYPES, U8, BlockType
 
 _BLOCK = 1 << 18
-"""Weights that are unpacked at a time: their temporaries stay in the cache."""
+"""Elements that are unpacked at a time: few enough for their temporaries to stay in the cache."""
 _MAX_THREADS = 8
 
 
 def block_type(source: Source) -> BlockType:
-    """Return the type of a source in blocks."""
+    """Return the block type of a source that is stored in blocks."""
     assert source.packing is not None and source.packing.row_bytes, source.name
     return BLOCK_TYPES[source.packing.format]
 
@@ -38,9 +38,9 @@ def load_blocks(spec: TensorSpec, checkpoint: Checkpoint, out: Sequence[U8]) -> 
 
 
 def unpacked_rows(source: Source, checkpoint: Checkpoint, dtype: DType) -> Iterator[Array]:
-    """Yield the rows of a source in blocks as words of `dtype`, some at a time, a few threads ahead.
+    """Yield the rows of a source that is stored in blocks as words of `dtype`, some rows at a time.
 
-    Raises CheckpointError as `load_blocks` does.
+    Threads unpack the next rows meanwhile. Raises CheckpointError as `load_blocks` does.
     """
     kind, stored = block_type(source), checkpoint.view(source.name)
     check_scales(source, checkpoint)

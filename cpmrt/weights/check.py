@@ -18,14 +18,14 @@ LEFTOVERS = ("*.rotary_emb.*", HEAD)
 """Patterns of tensors that may be present and unused.
 
 RoPE tables (`model.layers.0.self_attn.rotary_emb.inv_freq`) were saved by old transformers; here they are
-computed. `lm_head.weight` is a leftover only where no spec asks for it: the head is tied to the embedding, of which
-it is a copy then.
+computed. `lm_head.weight` is a leftover only where no spec asks for it: the head is then tied to the embedding, and
+the tensor is a copy of it.
 """
 
 DRAFT_LEFTOVERS = (
     *LEFTOVERS, "*embed_tokens.weight", "norm.weight", "model.norm.weight", "t2d", "d2t", "token_id_remap",
 )  # fmt: skip
-"""Patterns of unused tensors of an EAGLE draft, which has the target's embedding, and mostly its norm and head."""
+"""Patterns of unused tensors of an EAGLE draft, which uses the target's embedding, and mostly its norm and head."""
 
 _QUANTISED = (
     ("*.weight_packed", "compressed-tensors"),
@@ -84,7 +84,9 @@ def check(specs: Sequence[TensorSpec], checkpoint: Checkpoint, *, ignore: Sequen
 
 
 def source_entry(source: Source, checkpoint: Checkpoint) -> TensorEntry:
-    """Find the tensor of a source that is not quantised. Raises CheckpointError if it is absent, or of another kind."""
+    """Return the tensor of a source that is not quantised. Raises CheckpointError if it is absent, or if its shape or
+    type is another.
+    """
     entry = checkpoint.entries.get(source.name)
     if entry is None:
         raise CheckpointError(f"{checkpoint.folder} has no tensor {quoted(source.name)}")
@@ -115,7 +117,7 @@ def _refuse_quantised(names: Sequence[str], checkpoint: Checkpoint) -> None:
 
 
 def _refuse_own_head(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for a head of its own that config.json says nothing of."""
+    """Raise CheckpointError where config.json ties the head to the embedding and the checkpoint has another head."""
     if not is_copy(checkpoint, checkpoint, HEAD, EMBEDDING):
         raise CheckpointError(
             f"{checkpoint.folder}: config.json ties the output head to the embedding",

@@ -1,4 +1,4 @@
-"""Opens a checkpoint: a folder, whose safetensors files it finds, or a GGUF file. Gives all their tensors by name."""
+"""Opens a checkpoint, the safetensors files of a folder or a GGUF file, and gives all its tensors by name."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CONVERT_PICKLES = (
     "for f in sorted(glob.glob('{pattern}'))]; "
     "s.save_file({k: v.contiguous().clone() for k, v in w.items()}, 'model.safetensors')\""
 )
-"""What to do with a .bin checkpoint; {pattern} stands for its files."""
+"""The advice in the error for a checkpoint of .bin files; {pattern} stands for their names."""
 
 
 LANGUAGE_MODEL = ("llm.", "language_model.")
-"""How the tensors of the language model begin where a checkpoint has an encoder of images or sound beside it."""
+"""Prefixes of the language model's tensors in checkpoints that also have an encoder of images or sound."""
 _FIRST_TENSOR = "model.embed_tokens.weight"
 
 
@@ -52,9 +52,9 @@ class TensorFile(Protocol):
 class Checkpoint:
     """All tensors of a model, mapped and validated. Closes at the end of a `with` block.
 
-    `entries` has each tensor by its Hugging Face name, with an entry that has its name in the file. Of a model that
-    also sees or hears it has the tensors of the language model, without their prefix. `pairs` has the tensors whose
-    rows lie in pairs, row j of a head and row j + half a head one after another, each with the rows of a head.
+    `entries` maps the Hugging Face name of each tensor to its entry, whose own `name` is that in the file. Of a model
+    that also sees or hears there are only the tensors of the language model, without their prefix. `pairs` maps the
+    names of the tensors whose rows lie in pairs (row j of a head, then its row j + half a head) to the rows of a head.
     """
 
     folder: Path
@@ -65,11 +65,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else the only one, else the only
-        `model_gptq*.safetensors`; or a GGUF file with its other parts.
+        """Open the files of `model.safetensors.index.json`, else `model.safetensors`, else the folder's only
+        .safetensors file, else its only `model_gptq*.safetensors`; or a GGUF file with its other parts.
 
-        Raises CheckpointError: nothing to open, a file that is not valid, an index that contradicts them;
-        UnsupportedModelError for a GGUF file.
+        Raises CheckpointError where there is nothing to open, a file is not valid or the index contradicts the files;
+        for a GGUF file also UnsupportedModelError.
         """
         if is_gguf(folder):
             return cls._of_gguf(folder)
@@ -124,7 +124,7 @@ class Checkpoint:
         return self._files[entry.path].view(entry.name)
 
     def release(self) -> None:
-        """Give the memory of what has been read back to the system; arrays that view it stay valid."""
+        """Give the memory of the bytes read so far back to the system; arrays that view them stay valid."""
         for file in self._files.values():
             file.release()
 
@@ -141,7 +141,7 @@ class Checkpoint:
 
 
 def _language_part(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the tensors of the language model, by name without its prefix; warns of what is left out."""
+    """Return the tensors of the language model by their names without its prefix; warns of tensors left out."""
     prefix = next((prefix for prefix in LANGUAGE_MODEL if prefix + _FIRST_TENSOR in entries), None)
     if prefix is None or _FIRST_TENSOR in entries:
         return entries
@@ -157,7 +157,7 @@ def _language_part(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, T
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read which tensor is in which file; each name is a plain one inside the folder. Raises CheckpointError."""
+    """Return the file name of each tensor from an index, checked to be a plain name. Raises CheckpointError."""
     weight_map = read_json(path, unique_keys=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
@@ -194,8 +194,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def select_files(names: Sequence[str], shard_of: Mapping[str, str] | None, where: str) -> list[str]:
-    """Return those of the files in a folder or repository (`names`) that hold its weights: all that the index names
-    (`shard_of`), else the only one, under the names that there are for it.
+    """Return which of the files in a folder or repository (`names`) hold its weights: all that the index `shard_of`
+    (tensor -> file) names, else the one file that `Checkpoint.open` takes.
 
     `where` names the folder in errors. Raises CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""Tells whether a checkpoint has a matrix twice, or the same as another checkpoint."""
+"""Tells whether two matrices, of one checkpoint or of two, are the same."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _COMPARED_ROWS = 64
 
 
 def is_copy(ours: Checkpoint, theirs: Checkpoint, name: str, their_name: str) -> bool:
-    """Tell whether two checkpoints hold the same matrix, as far as rows spread over it tell.
+    """Tell whether `name` of one checkpoint is the same matrix as `their_name` of the other, by rows spread over it.
 
-    A matrix that one of them lacks, or holds as another type, counts as a copy: that is what drafts are made with.
+    A matrix that one of them lacks, or holds as another type, counts as the same: drafts are made with a copy of it.
     """
     own, other = ours.entries.get(name), theirs.entries.get(their_name)
     if own is None or other is None or own.dtype != other.dtype:

@@ -1,4 +1,4 @@
-"""Resolves a draft as the user names it: its folder, its method, and the settings that follow."""
+"""Resolves a draft as the user names it to its folder, its method and its settings."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def with_speculation(
     draft: str | Path | None = None,
     speculate: str | Mapping[str, Any] = "auto",
 ) -> EngineConfig:
-    """Return the settings with what `LLM` is told about drafting for the model in `folder`.
+    """Return `settings` with the draft that the arguments `draft` and `speculate` of `LLM` ask for.
 
-    Raises ConfigError, and CheckpointError if the draft is not there.
+    `folder` is that of the model to draft for. Raises ConfigError, and CheckpointError if the draft is not there.
     """
     name = None if draft is None else str(draft)
     has_weights = settings.load_format != "dummy"
@@ -54,8 +54,8 @@ class DraftFolder:
     def open(cls, draft: str, target: ModelFolder, wish: SpeculationConfig, *, weights: bool = True) -> DraftFolder:
         """Resolve the draft (`resolve`), read its config and compare it with the target's.
 
-        `weights` False: they will be random, so config.json alone counts. Raises CheckpointError, ConfigError,
-        UnsupportedModelError.
+        With `weights` False the weights will be random, so config.json alone counts. Raises CheckpointError,
+        ConfigError, UnsupportedModelError.
         """
         path = resolve(draft, target.path, weights=weights)
         source = str(path / "config.json")
@@ -70,7 +70,10 @@ class DraftFolder:
 
 
 def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
-    """Return the folder of a draft: a folder, one within the target's, or that of a hub id. Raises CheckpointError."""
+    """Return the folder of a draft, named by its path, by a subfolder of the target's folder, or by a hub id.
+
+    Raises CheckpointError.
+    """
     within = target / draft
     if not os.path.exists(os.path.expanduser(draft)):
         if draft and within.is_dir():
@@ -92,7 +95,7 @@ def _inner_drafts(target: Path) -> str:
 def method_of(draft: str, target: Path, *, weights: bool = True) -> str:
     """Return the method that a draft was made for: eagle2 | eagle3 | dspark | model. Raises CheckpointError.
 
-    Its tensors tell; where there are none (`weights` False), the architecture that its config.json names.
+    The draft's tensors tell; without them (`weights` False) its config.json does, by its keys and its architecture.
     """
     path = resolve(draft, target, weights=weights)
     if weights:

@@ -54,7 +54,7 @@ def dummy(spec: TensorSpec, dtype: DType, seed: int) -> Array:
 
 
 def fill_dummy_quantised(spec: TensorSpec, dtype: DType, seed: int, out: PlainArrays) -> None:
-    """Fill the arrays of a spec with a `quant`: uniform codes around zero points of 8, columns in any order."""
+    """Fill the arrays of a spec with a `quant`: uniform codes, zero points of 8, columns in a random order."""
     random = _random(spec, seed)
     out.codes.view(np.uint8)[:] = random.integers(0, 256, out.codes.shape, np.uint8)
     out.scales[:] = round_to(np.full(1, code_scale(spec), np.float32), dtype)

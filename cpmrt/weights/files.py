@@ -16,11 +16,11 @@ from cpmrt.errors import CheckpointError, quoted, reason_of
 MAX_JSON_BYTES = 10_000_000
 DOWNLOAD_AGAIN = "the file may be cut or damaged: download it again"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""How the small text begins that git leaves in place of a large file."""
+"""The beginning of the small text that git leaves in place of a large file."""
 
 
 def lfs_pointer(path: Path | str) -> CheckpointError:
-    """Return the error for a file of which only the Git LFS pointer is here."""
+    """Return the error for a file that is only a Git LFS pointer."""
     return CheckpointError(
         f"{path} is a Git LFS pointer", expected="the file that it stands for",
         fix="in the cloned folder: git lfs install && git lfs pull; or let cpmrt pull ORG/NAME download the model",
@@ -28,9 +28,9 @@ def lfs_pointer(path: Path | str) -> CheckpointError:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a folder has an entry of that name, be it a link that leads nowhere.
+    """Whether a folder has an entry of that name; a link that leads nowhere counts as one.
 
-    Only what is absent may be left out: whatever else keeps a file from being read raises CheckpointError.
+    Only an absent file counts as absent: whatever else keeps it from being found raises CheckpointError.
     """
     try:
         path.lstat()
@@ -44,9 +44,9 @@ def is_there(path: Path) -> bool:
 def open_file(path: Path, *, anywhere: bool = False) -> BinaryIO:
     """Open a regular file for reading. Raises CheckpointError.
 
-    A link must lead to a file in the same folder or to a blob of the hub's cache, unless it may lead `anywhere`: a
-    folder that somebody else made could show any file of this machine. What is not a regular file is refused before it
-    is opened: a FIFO would block, a device never ends.
+    A link must lead to a file in the same folder or to a blob of the hub's cache, because a folder that somebody else
+    made could otherwise expose any file of this machine; with `anywhere` it may lead to any file. Anything but a
+    regular file is refused before it is opened: a FIFO would block, a device never ends.
     """
     try:
         is_regular = stat.S_ISREG(path.stat().st_mode)
@@ -64,7 +64,7 @@ def open_file(path: Path, *, anywhere: bool = False) -> BinaryIO:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Make a CheckpointError that names the file of what the operating system raises, such as a failing disk."""
+    """Turn an OSError of the block, such as that of a failing disk, into a CheckpointError that names the file."""
     try:
         yield
     except OSError as error:
@@ -91,9 +91,10 @@ def _check_link(path: Path) -> None:
 
 
 def _blobs(folder: Path) -> Iterator[Path]:
-    """Yield where a folder of the hub's cache, models--org--name/snapshots/commit or one below, keeps its files.
+    """Yield the folders with the contents of the files in `folder`, where it is in a hub's cache; else nothing.
 
-    That is the repository's own folder `blobs`, or the one of the whole cache, whose files several repositories share.
+    It is models--org--name/snapshots/commit there, or a folder below. The contents are in the repository's own folder
+    `blobs`, or in that of the whole cache, whose files several repositories share.
     """
     for place in (folder, *folder.parents):
         repository = place.parent.parent

@@ -15,18 +15,18 @@ from cpmrt.weights.repository import Hub, Repository, has_weights
 BUNDLED = Path(__file__).parent.parent / "assets" / "demo"
 """The model that comes with cpmrt."""
 HUBS: tuple[Hub, ...] = (ModelScope(), HuggingFace())
-"""The hubs, the one without a prefix last."""
+"""The hubs. The one without a prefix is last: every name begins with its empty prefix."""
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(f"{_NAME}/{_NAME}")
 
 
 def find(model: str | Path | None, *, revision: str | None = None) -> Path | Repository:
-    """Return the folder or GGUF file that `model` names, or the repository: "org/name" of Hugging Face,
-    "modelscope:org/name", either with a GGUF file of it (`repository`). None is the bundled model, as is "demo" where
-    no such folder is.
+    """Return the local folder or GGUF file that `model` names, or the hub's repository: "org/name" of Hugging Face or
+    "modelscope:org/name", either with the name of a GGUF file behind it (`repository`).
 
-    What is local never touches the network, and a `Path` is always local. `revision` is a branch, tag or commit of a
-    repository. Raises CheckpointError; ConfigError for a folder with a revision.
+    None is the bundled model, and so is "demo" unless there is a folder of that name. A local name never touches the
+    network, and a `Path` is always local. `revision` is a branch, tag or commit of a repository. Raises
+    CheckpointError; ConfigError for a folder with a revision.
     """
     if model is None or (model == BUNDLED.name and not os.path.isdir(model)):
         if revision is not None:
@@ -53,9 +53,9 @@ def find(model: str | Path | None, *, revision: str | None = None) -> Path | Rep
 
 
 def repository(name: str, revision: str | None = None) -> Repository:
-    """Return the repository of a hub that `name` stands for, whatever folders there are. Raises CheckpointError.
+    """Return the hub's repository that `name` stands for; local folders do not count. Raises CheckpointError.
 
-    Behind a colon it may have the name of a GGUF file in it, or the end of that name: "org/name-GGUF:Q4_K_M".
+    Behind a colon `name` may have that of a GGUF file in the repository, or its end: "org/name-GGUF:Q4_K_M".
     """
     hub = next(hub for hub in HUBS if name.startswith(hub.prefix))
     inner, _, gguf = name.removeprefix(hub.prefix).partition(":")
@@ -68,14 +68,15 @@ def repository(name: str, revision: str | None = None) -> Repository:
 
 
 def looks_like_path(model: str) -> bool:
-    """Return whether a name that is no folder can only be meant as a path, and as no repository's."""
+    """Return whether a name that is not a folder can only be meant as a path, not as a repository."""
     is_file_name = model.endswith(GGUF_SUFFIX) and "/" not in model
     return is_file_name or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or os.path.isfile(model)
 
 
 def resolve(model: str | Path | None, *, revision: str | None = None, weights: bool = True) -> Path:
-    """Return the folder with the files of `model` (`find`), fetched if they are not here; without `weights` config
-    and tokenizer only. Raises CheckpointError, ConfigError.
+    """Return the folder with the files of `model` (as `find` takes it), fetched if they are not here.
+
+    With `weights` False only config and tokenizer are fetched. Raises CheckpointError, ConfigError.
     """
     found = find(model, revision=revision)
     if isinstance(found, Path):

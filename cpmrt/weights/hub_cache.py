@@ -1,4 +1,4 @@
-"""What the caches of the hubs hold: models with their sizes, whole or not, and how to remove them."""
+"""Lists the models in the caches of the hubs, whole or not, with their sizes and states, and removes them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CachedModel:
 
     @property
     def path(self) -> Path:
-        """The folder of all that the cache holds of it."""
+        """The folder of everything that the cache holds of the model."""
         return self.repository.path
 
     @property
@@ -46,17 +46,17 @@ class CachedModel:
 
     @property
     def modified(self) -> float:
-        """When it last changed, in seconds since 1970."""
+        """The time of the model's last change, in seconds since 1970."""
         return self.repository.modified
 
     @property
     def state(self) -> State:
-        """The state of its best revision."""
+        """The best state that a revision of the model has, in the order of `State`."""
         states = [_state(folder) for folder in self.repository.folders]
         return next((state for state in State if state in states), State.INCOMPLETE)
 
     def remove(self) -> None:
-        """Remove it from the cache. Raises CheckpointError where the folder cannot be written."""
+        """Remove the model from the cache. Raises CheckpointError where the folder cannot be written."""
         try:
             self.hub.remove(self.repository)
         except OSError as error:

@@ -1,7 +1,7 @@
 """The Hugging Face hub, and mirrors that speak its protocol (HF_ENDPOINT), through `huggingface_hub`.
 
-Cache, token (HF_TOKEN) and offline mode (HF_HUB_OFFLINE=1) are that library's. It is imported where it is used: it
-costs a third of a second, which a local model need not pay.
+Cache, token (HF_TOKEN) and offline mode (HF_HUB_OFFLINE=1) are that library's. It is imported inside the functions
+that use it: the import takes a third of a second, which a local model need not pay.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class HuggingFace:
     cache_variable = "HF_HOME"
 
     def fetch(self, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-        """Return the folder of the newest commit of `revision` with the files that fit; offline the cached one."""
+        """Return the folder of the newest commit of `revision` with the files that match; offline the cached one."""
         return _snapshot(name, revision, patterns, has_bars=False)
 
     def sizes(self, name: str, revision: str | None, folder: Path) -> Mapping[str, int]:
-        """Return the sizes of all files of that commit, from one request. Raises CheckpointError, also offline."""
+        """Return the sizes of all files of the commit that `folder` is named for, from one request.
+
+        Raises CheckpointError, also offline.
+        """
         from huggingface_hub import HfApi
 
         try:
@@ -47,7 +50,10 @@ class HuggingFace:
         return {file.rfilename: file.size or 0 for file in siblings}
 
     def download(self, name: str, revision: str | None, folder: Path, files: Sequence[str]) -> None:
-        """Fetch files of the commit that `folder` is named for, those that are whole one by one."""
+        """Fetch files of the commit that `folder` is named for, one by one, and link them into the folder.
+
+        A file that is whole stays where a later one fails.
+        """
         commit = folder.name
         try:
             with _bars(shows_bars()):
@@ -60,7 +66,7 @@ class HuggingFace:
         _snapshot(name, commit, literal(files), has_bars=shows_bars() and env.wants_parallel_transfer())
 
     def cached(self) -> list[CachedRepository]:
-        """Return the models in the cache, with what interrupted downloads left; data sets there are none of ours."""
+        """Return the models in the cache, their sizes with what interrupted downloads left; no data sets."""
         found = _scan()
         if found is None:
             return []
@@ -76,16 +82,16 @@ class HuggingFace:
         return whole + _damaged({repository.path.name for repository in whole})
 
     def remove(self, repository: CachedRepository) -> None:
-        """Remove a repository as the library does, which knows what other repositories share with it."""
+        """Remove a repository through the library, which knows the files that other repositories share with it."""
         found = _scan()
         if found and any(other.repo_path == repository.path for other in found.repos):
             found.delete_revisions(*(folder.name for folder in repository.folders)).execute()
-        if repository.path.exists():  # the library passes over it, or finds no revision
+        if repository.path.exists():  # the library ignores a damaged one, and one without revisions
             shutil.rmtree(repository.path)
 
 
 def _damaged(known: Collection[str]) -> list[CachedRepository]:
-    """Return the models that the library passes over, as of one of their revisions a file or all is gone."""
+    """Return the cached models that the library ignores because a revision of theirs lacks a file, or all files."""
     from huggingface_hub import constants
 
     paths = (path for path in Path(constants.HF_HUB_CACHE).expanduser().glob("models--*") if path.name not in known)
@@ -101,7 +107,7 @@ def _damaged(known: Collection[str]) -> list[CachedRepository]:
 
 
 def _num_bytes(files: Iterable[Path]) -> int:
-    """Add the sizes of files; those that another process takes away meanwhile have none."""
+    """Return the total size of files; one that another process removes meanwhile counts nothing."""
     total = 0
     for file in files:
         with suppress(OSError):
@@ -110,7 +116,7 @@ def _num_bytes(files: Iterable[Path]) -> int:
 
 
 def _scan() -> HFCacheInfo | None:
-    """Return what the library finds in its cache, None where there is none. Raises CheckpointError."""
+    """Return what the library finds in its cache; None where there is no cache. Raises CheckpointError."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -126,9 +132,10 @@ def _scan() -> HFCacheInfo | None:
 
 
 def _download_blob(name: str, commit: str, file: str, blobs: Path) -> None:
-    """Put the content of a file where the cache keeps it, going on from what an interrupted call has left there.
+    """Download a file into the cache's folder `blobs`, continuing what an interrupted call has left there.
 
-    The library itself begins such a file anew. Its own parallel transfer (xet) is left to those who ask for it.
+    The library itself would begin such a file anew. Left to the library: a file without a hash, and one that its
+    parallel transfer (xet) has, where the user asks for that.
     """
     from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url
     from huggingface_hub.file_download import http_get
@@ -146,10 +153,10 @@ def _download_blob(name: str, commit: str, file: str, blobs: Path) -> None:
         if blob.exists():
             partial.unlink(missing_ok=True)
             return
-        if known.size is not None and to.tell() > known.size:  # whatever that was
+        if known.size is not None and to.tell() > known.size:  # cannot be a part of this file
             to.seek(0)
             to.truncate()
-        # The token is for the hub alone, not for the store that it may refer to.
+        # The token is for the hub alone, not for a store to which the hub redirects the download.
         is_at_hub = urlsplit(known.location).netloc == urlsplit(constants.ENDPOINT).netloc
         http_get(
             known.location, to, resume_size=to.tell(), headers=headers if is_at_hub else {}, expected_size=known.size,
@@ -187,7 +194,7 @@ def _snapshot(name: str, revision: str | None, patterns: Sequence[str], *, has_b
 
 @contextmanager
 def _bars(are_shown: bool) -> Iterator[None]:
-    """Keep the library from drawing progress, unless it is to be shown."""
+    """Keep the library from drawing progress bars, unless they are to be shown."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_shown or are_progress_bars_disabled():
@@ -201,7 +208,7 @@ def _bars(are_shown: bool) -> Iterator[None]:
 
 
 def _explain(repository: str, revision: str | None, error: Exception) -> CheckpointError:
-    """Put what the library raised into one line; the most special class comes first."""
+    """Return the one-line error for an error of the library; the most special classes are tried first."""
     from huggingface_hub import constants, errors
 
     label = f"{repository} at revision {quoted(revision)}" if revision is not None else repository

@@ -18,7 +18,7 @@ F = TypeVar("F", bound="MappedFile")
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes at `offset` of the file `path` (absolute), row-major."""
+    """The place of one tensor: `nbytes` bytes, row-major, at `offset` from the beginning of the file `path`."""
 
     name: str
     dtype: str
@@ -51,11 +51,11 @@ class MappedFile:
         return entry, np.frombuffer(self._map, dtype=np.uint8, count=entry.nbytes, offset=entry.offset)
 
     def release(self) -> None:
-        """Give the memory of what has been read back to the system; views stay valid and read it again."""
+        """Give the memory of the bytes read so far back to the system; views stay valid and read them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unmap the file, or leave that to the last array that views it. May be called again."""
+        """Unmap the file; while arrays view it, the last of them unmaps it. May be called again."""
         unmap(self._map)
 
     def __enter__(self: F) -> F:
@@ -74,7 +74,7 @@ def map_file(file: BinaryIO, path: Path, size: int) -> mmap.mmap:
 
 
 def unmap(mapped: mmap.mmap) -> None:
-    """Close a map, or leave that to the last array that views it."""
+    """Close a map; while arrays view it, the last of them closes it."""
     try:
         mapped.close()
     except BufferError:

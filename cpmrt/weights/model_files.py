@@ -1,6 +1,6 @@
-"""Reads the small files of a model, such as config.json and tokenizer.json: those of its folder.
+"""Reads the small files in a model's folder, such as config.json and tokenizer.json.
 
-A GGUF file counts as a folder that has the files which it stands for: `model.gguf/config.json`.
+A GGUF file counts as a folder with the files that can be made from its keys: `model.gguf/config.json`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from cpmrt.weights.gguf.folder import has_member, is_gguf, read_member
 
 
 def is_there(path: Path) -> bool:
-    """Whether a folder, or GGUF file, has a file of that name, be it a link that leads nowhere.
+    """Whether a folder, or GGUF file, has a file of that name; a link that leads nowhere counts as one.
 
-    Only what is absent may be left out: whatever else keeps a file from being read raises CheckpointError.
+    Only an absent file counts as absent: whatever else keeps it from being found raises CheckpointError.
     """
     if is_gguf(path.parent):
         return has_member(path.parent, path.name)

@@ -25,9 +25,9 @@ class ModelFolder:
     raw_config: dict[str, Any]
     config: ModelConfig
     sampling: SamplingDefaults
-    """What a request takes where it does not say."""
+    """The sampling settings that a request has where it does not name its own."""
     repository: Repository | None = None
-    """Where it came from, None for a local folder."""
+    """The hub's repository that the folder is from; None for a local folder."""
 
     @property
     def is_bundled(self) -> bool:
@@ -46,8 +46,8 @@ class ModelFolder:
         """Resolve a folder or hub id (None or "demo": the bundled model) and read its config.
 
         The weights of a hub's model are fetched after its config has been read, or, with `weights` False, not until
-        `fetch_weights`. `hf_overrides` replace keys of config.json; an object is merged key by key; then `sparse`
-        counts (`config.sparse`). Raises CheckpointError, ConfigError, UnsupportedModelError.
+        `fetch_weights`. `hf_overrides` replace keys of config.json, objects key by key; `sparse` is applied after them
+        (`config.sparse`). Raises CheckpointError, ConfigError, UnsupportedModelError.
         """
         found = hub.find(model, revision=revision)
         path = found if isinstance(found, Path) else found.fetch_config()
@@ -77,7 +77,7 @@ class ModelFolder:
 
 
 def check_kind(path: Path) -> None:
-    """Raise CheckpointError, with what to do, for a folder that cannot be read or is an adapter for a model."""
+    """Raise CheckpointError for a folder that cannot be read, is an adapter for a model, or has no config.json."""
     if is_gguf(path):
         return
     try:
@@ -104,7 +104,7 @@ def check_kind(path: Path) -> None:
 
 
 def _named(source: Path, overrides: Mapping[str, Any] | None, sparse: SparseSetting) -> str:
-    """Return how messages about the config name it: with what has changed it, as that may be what is wrong."""
+    """Return the config's name for error messages: its path and the arguments that changed it and may be at fault."""
     changes = ["hf_overrides"] * bool(overrides) + ["sparse"] * (isinstance(sparse, Mapping) and bool(sparse))
     return str(source) + (f" with {' and '.join(changes)}" if changes else "")
 

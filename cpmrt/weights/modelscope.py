@@ -26,7 +26,7 @@ class ModelScope:
     cache_variable = "MODELSCOPE_CACHE"
 
     def fetch(self, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-        """Return the folder of a revision with the files that fit; the cached one offline or without network."""
+        """Return the folder of a revision with the files that match; the cached one offline or without network."""
         return self._fetch(name, revision, patterns, has_bars=False)
 
     def _fetch(self, name: str, revision: str | None, patterns: Sequence[str], *, has_bars: bool) -> Path:
@@ -70,7 +70,7 @@ class ModelScope:
         return {file.path: file.size for file in files if file.type == "blob"}
 
     def download(self, name: str, revision: str | None, folder: Path, files: Sequence[str]) -> None:
-        """Fetch files; the library compares their SHA-256 and goes on with those of which a part is here."""
+        """Fetch files; the library compares their SHA-256 and continues those of which a part is here."""
         self._fetch(name, revision, literal(files), has_bars=shows_bars())
 
     def cached(self) -> list[CachedRepository]:
@@ -98,7 +98,7 @@ class ModelScope:
 
 @contextmanager
 def _bars(are_shown: bool) -> Iterator[None]:
-    """Drop the progress, which the library writes to standard error, unless it is to be shown."""
+    """Drop the library's progress bars, which it writes to standard error, unless they are to be shown."""
     with nullcontext() if are_shown else redirect_stderr(io.StringIO()):
         yield
 
@@ -114,7 +114,7 @@ def _client() -> tuple[Any, Any]:
 
 
 def _explain(name: str, revision: str | None, error: Exception) -> CheckpointError:
-    """Put what the library raised into one line."""
+    """Return the one-line error for an error of the library."""
     _, errors = _client()
     label = f"modelscope:{name}" + (f" at revision {quoted(revision)}" if revision is not None else "")
     causes = list(getattr(error, "failed_files", {}).values()) or [error]
@@ -144,7 +144,7 @@ def _explain(name: str, revision: str | None, error: Exception) -> CheckpointErr
 
 
 def _root_os_error(error: BaseException) -> OSError | None:
-    """Return the error of a disk that is full or must not be written, behind what the library made of it."""
+    """Return the operating system's error for a full or read-only disk among the causes of `error`, or None."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError) and found.errno in DISK_ERRORS:

@@ -53,7 +53,7 @@ def _read(source: Source, checkpoint: Checkpoint) -> tuple[Array, DType]:
 
 
 def _blocks(source: Source, checkpoint: Checkpoint, dtype: DType) -> Iterator[Array]:
-    """Yield the elements of a source as words of `dtype`, in blocks. Raises CheckpointError beyond float16."""
+    """Yield the elements of a source as words of `dtype`, in blocks. Raises CheckpointError as `pack` does."""
     if source.packing is not None and source.packing.row_bytes:
         for words in unpacked_rows(source, checkpoint, dtype):
             yield _within_range(words.reshape(-1), source, checkpoint, dtype)

@@ -1,8 +1,8 @@
-"""Reads quantised weights into plain arrays, from any file format, or rounds them to nearest from 16 bits.
+"""Reads quantised weights of any file format into plain arrays, or rounds 16-bit weights to nearest.
 
-Codes u [N, K] of 4 bits lie two in a byte (of 2 bits four), the first column in the low bits, in the order of `perm`
-where there is one; codes of 8 bits are int8 [N, K] around 0.
-W[n, perm[k]] = scale[n, k // G] * (u[n, k] - zero[n, k // G]).
+Codes u [N, K] of 4 bits lie two in a byte, those of 2 bits four, the first column in the low bits; codes of 8 bits are
+int8 [N, K] around 0. Columns are in the order of `perm` where there is one.
+W[n, perm[k]] = scale[n, k // G] * (u[n, k] - zero[n, k // G]) with G columns in a group.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from cpmrt.weights.ternary import TERNARY_BITS, is_ternary, not_ternary
 _BLOCK = 1 << 20
 """Codes unpacked at a time; temporaries are a few times as many bytes."""
 _MIDDLE = {4: 0x88888888, 8: 0x80808080}
-"""A word of the zero points of symmetric codes."""
+"""Bits of a code -> a 32-bit word of the zero points of symmetric codes."""
 
 
 class PlainArrays(Protocol):
-    """Where a quantised weight goes: codes uint8 [N, K * bits / 8] (8 bits: int8 [N, K]), scales and zeros [N, groups],
-    perm int32 [K]; no zeros where all are half of the codes' range, no perm where columns are as in the model."""
+    """The arrays that a quantised weight is read into: codes uint8 [N, K * bits / 8] (8 bits: int8 [N, K]), scales and
+    zeros [N, groups], perm int32 [K].
+
+    `zeros` is None where all are half of the codes' range, `perm` where columns are in the model's order.
+    """
 
     @property
     def codes(self) -> Array: ...
@@ -128,9 +131,9 @@ def read_scales(source: Source, checkpoint: Checkpoint) -> F32:
 
 
 def read_zeros(source: Source, checkpoint: Checkpoint) -> U8 | None:
-    """Read the zero points as uint8 [N, groups]; None: all are 8 (in 8 bits 128).
+    """Read the zero points as uint8 [N, groups]; None where all are 8 (in 8 bits 128).
 
-    Raises CheckpointError where the settings promise that in vain.
+    Raises CheckpointError where the settings say that the codes are symmetric, and a zero point differs from that.
     """
     row, packing = _row(source)
     if row.zeros is None or (name := row.zeros.of(source.name)) not in checkpoint.entries:
@@ -150,9 +153,10 @@ def read_zeros(source: Source, checkpoint: Checkpoint) -> U8 | None:
 
 
 def read_order(source: Source, checkpoint: Checkpoint) -> I32 | None:
-    """Sort the columns by their group: perm [K], column j is input feature perm[j]; None: they are sorted already.
+    """Return the order perm [K] that sorts the columns by group: sorted column j is input feature perm[j].
 
-    Raises CheckpointError where the file's groups are out of range or of unequal size.
+    None where they are sorted in the file already. Raises CheckpointError where the file's groups are out of range or
+    of unequal size.
     """
     row, packing = _row(source)
     name = f"{source.name}.{row.order}"
@@ -175,7 +179,7 @@ def read_order(source: Source, checkpoint: Checkpoint) -> I32 | None:
 
 
 def check_shape_tensor(source: Source, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError where a quantised source's own note of its shape is another one."""
+    """Raise CheckpointError where a quantised source has a tensor that holds its shape, and the shape is wrong."""
     row, _ = _row(source)
     name = f"{source.name}.{row.shape}"
     if row.shape and name in checkpoint.entries:
@@ -187,9 +191,10 @@ def check_shape_tensor(source: Source, checkpoint: Checkpoint) -> None:
 
 
 def check_values(source: Source, checkpoint: Checkpoint, dtype: DType) -> None:
-    """Check what `load_quantised` does of a quantised source's scales and zero points, unpacking only what is wrong.
+    """Check a quantised source's scales and zero points as `load_quantised` does, but on the packed words.
 
-    Raises CheckpointError where a scale is not finite or beyond `dtype`, or the settings promise symmetry in vain.
+    Only wrong tensors are unpacked, for the error. Raises CheckpointError where a scale is not finite or beyond
+    `dtype`, or where the settings say that the codes are symmetric, and a zero point differs from that.
     """
     row, packing = _row(source)
     entry = checkpoint.entries[row.scales.of(source.name)]
@@ -214,7 +219,7 @@ def _row(source: Source) -> tuple[Format, Packing]:
 def _round_source(
     source: Source, checkpoint: Checkpoint, quant: Quantization, dtype: DType, codes: Array, scales: F32
 ) -> None:
-    """Quantise a source in 16 bits, whose values are first rounded to `dtype` as they would be without."""
+    """Quantise a source in 16 bits; its values are first rounded to `dtype`, as they are in an unquantised weight."""
     words, stored = checkpoint.view(source.name), FLOATS[checkpoint.entries[source.name].dtype]
     picked = None if source.rows is None else np.array(source.rows)
     for rows in _row_steps(source):
@@ -235,7 +240,7 @@ def _code_blocks(source: Source, checkpoint: Checkpoint) -> Iterator[tuple[slice
 
 
 def _row_steps(source: Source) -> Iterator[slice]:
-    """Yield all rows of a source, in blocks of whole runs of Marlin's permutation."""
+    """Yield all rows of a source in blocks that hold whole runs of 64 rows, which Marlin permutes together."""
     num_rows, num_columns = source.shape
     step = max(_BLOCK // num_columns // RUN, 1) * RUN
     for first in range(0, num_rows, step):

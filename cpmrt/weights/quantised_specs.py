@@ -1,4 +1,4 @@
-"""Finds which weights of a model are quantised and how: by the tensors of its checkpoint, or by settings alone."""
+"""Finds which weights of a model are quantised and how, from the tensors of its checkpoint or from settings alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cpmrt.weights.ternary import TERNARY_BITS, declared_ternary
 _GROUPS = (128, 64, 32)
 _ROW_LAYERS = ("qkv", "residual", "gate_up")
 BLOCKS = "GGUF"
-"""What `quantisation_summary` calls the method of blocks."""
+"""The method in `quantisation_summary` of weights in blocks of GGUF."""
 
 
 def quantised_specs(
@@ -32,11 +32,11 @@ def quantised_specs(
 ) -> tuple[TensorSpec, ...]:
     """Return the `specs` of a model in 16 bits as its checkpoint holds them.
 
-    Its tensors decide; without a checkpoint the `settings` alone, which is right but for layers that differ by
-    rules. Sources that cannot share one quantised weight (other groups, another order of columns, some in 16 bits)
-    are to be dequantised: their spec has packed sources and no `quant`. Raises CheckpointError where tensors and
-    settings contradict each other, UnsupportedModelError for sizes that do not divide. Of a GGUF file `settings` do not
-    count.
+    The checkpoint's tensors decide. Without a checkpoint `settings` alone do, which is right except for layers that
+    differ by rules. For a GGUF file `settings` do not count. Sources that cannot share one quantised weight (other
+    group sizes, another order of columns, some in 16 bits) are to be dequantised: their spec has packed sources and no
+    `quant`. Raises CheckpointError where tensors and settings contradict each other, UnsupportedModelError for sizes
+    that do not divide.
     """
     if checkpoint is not None and checkpoint.is_gguf:
         return gguf_specs(specs, checkpoint)
@@ -56,9 +56,10 @@ def quantised_specs(
 
 
 def quantise_head(specs: Sequence[TensorSpec], bits: int | None) -> tuple[TensorSpec, ...]:
-    """Return `specs` with the output head held in `bits` bits (None: as it is), a copy of its own where it is tied.
+    """Return `specs` with the output head held in `bits` bits (None: as it is).
 
-    Raises ConfigError where the head is quantised already, or its columns make no groups.
+    A head that is tied to the embedding becomes a weight of its own. Raises ConfigError where the head is quantised
+    already, or no group size divides its columns.
     """
     if bits is None:
         return tuple(specs)
@@ -76,7 +77,7 @@ def quantise_head(specs: Sequence[TensorSpec], bits: int | None) -> tuple[Tensor
 def round_layers(specs: Sequence[TensorSpec], bits: int | None) -> tuple[TensorSpec, ...]:
     """Return the `specs` of a draft with the matrices of its layers rounded to `bits` bits (None: as they are).
 
-    Raises ConfigError where one is quantised already, or its columns make no groups.
+    Raises ConfigError where one is quantised already, or no group size divides its columns.
     """
     if bits is None:
         return tuple(specs)
@@ -95,14 +96,15 @@ def _rounded(spec: TensorSpec, bits: int) -> TensorSpec:
 
 
 def _divisor(spec: TensorSpec) -> int | None:
-    """Return the columns of a group where a matrix is rounded from 16 bits; None where none divides it."""
+    """Return the largest group size that divides the columns of a matrix to be rounded from 16 bits, or None."""
     return next((size for size in _GROUPS if spec.shape[1] % size == 0), None)
 
 
 def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[TensorSpec]) -> dict[str, Any] | None:
-    """Say what is quantised and how, for people; None where nothing is.
+    """Return what is quantised and how, as a dict to print; None where nothing is quantised.
 
-    `in_16_bits`: matrices that the checkpoint holds so; `dequantised`: those that become so while they are loaded.
+    `in_16_bits`: matrices that the checkpoint holds in 16 bits; `dequantised`: quantised ones that are converted to 16
+    bits while they are loaded.
     """
     matrices = [spec for spec in specs if spec.product is not None]
     held = {spec.name: spec.quant for spec in matrices if spec.quant is not None}
@@ -127,7 +129,7 @@ def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[Te
 
 
 def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[TensorSpec]) -> list[str]:
-    """Say what is quantised and how in short words; empty where nothing is."""
+    """Return short phrases that say what is quantised and how; none where nothing is."""
     summary = quantisation_summary(settings, specs)
     if summary is None:
         return []
@@ -144,7 +146,7 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
 
 
 def _made_by(packed: Sequence[TensorSpec], layers: Sequence[Quantization]) -> str:
-    """Name what made codes where no settings do: the file, or the loading from 16 bits."""
+    """Return the method of weights that no settings describe: GGUF blocks, ternary, or rounded while loading."""
     if packed:
         return BLOCKS
     return TERNARY if any(quant.bits == TERNARY_BITS for quant in layers) else "round to nearest"
@@ -176,7 +178,7 @@ def _predicted(source: Source, settings: WeightQuantization) -> Source:
 
 
 def _stored_sources(spec: TensorSpec, checkpoint: Checkpoint) -> tuple[Source, ...]:
-    """Return the sources of a spec, or the one that the checkpoint stores them fused in."""
+    """Return the sources of a spec, or the one fused source where the checkpoint stores them so (`fused_module`)."""
     fused = fused_module(spec.sources[0].name.removesuffix(".weight"), spec.product)
     if fused and codes_of(fused, checkpoint.entries):
         return (Source(f"{fused}.weight", spec.shape),)
@@ -229,7 +231,8 @@ def _packed(module: str, shape: Shape, packing: Packing) -> Source:
 
 
 def _group_size(source: Source, row: Format, settings: WeightQuantization, entries: Entries) -> int:
-    """Return the columns of a group: as the settings say, or as the scales say where layers differ by rules."""
+    """Return the columns of a group from the settings or, where layers differ by rules, from the shape of the scales.
+    """
     num_rows, num_columns = source.shape
     size = settings.group_of(num_columns)
     scales = entries.get(row.scales.of(source.name.removesuffix(".weight")))
@@ -241,7 +244,7 @@ def _group_size(source: Source, row: Format, settings: WeightQuantization, entri
 
 
 def _order(source: Source, checkpoint: Checkpoint) -> I32 | None:
-    """Read the order of a source's columns if its tensors are what they must be; if not, `check` tells."""
+    """Return the order of a source's columns (`read_order`), None if a tensor has a fault: `check` reports that."""
     for tensor in stored_tensors(source):
         entry = checkpoint.entries.get(tensor.name)
         if entry is not None and tensor.fault(entry):
@@ -250,7 +253,7 @@ def _order(source: Source, checkpoint: Checkpoint) -> I32 | None:
 
 
 def _shared(sources: Sequence[Source], checkpoint: Checkpoint | None) -> Quantization | None:
-    """Return how one weight can hold all of `sources`, or None."""
+    """Return how one quantised weight can hold all of `sources`; None where they differ too much for that."""
     packings = [source.packing for source in sources if source.packing is not None]
     if len(packings) < len(sources) or len({(p.group_size, p.permuted) for p in packings}) > 1:
         return None

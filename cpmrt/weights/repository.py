@@ -25,19 +25,19 @@ CONFIG_FILES = (
     "additional_chat_templates/*.jinja",
     *("added_tokens.json", "freq_*.pt", "freq_*.json", INDEX_NAME),
 )
-"""Patterns of what is fetched first. The index says which files the weights are in."""
+"""Patterns of the files that are fetched before the weights. The index says which files hold the weights."""
 SUBFOLDERS = "freq_*/*"
-"""Never fetched, though the patterns of `CONFIG_FILES` match them: `*` of a hub's pattern matches slashes too."""
+"""Pattern of files that are never fetched, though `CONFIG_FILES` match them: a hub's `*` matches slashes too."""
 NOTHING = "no file has this name"
-"""A pattern that fetches no file: the folder is only looked for."""
+"""A pattern that matches no file, for a fetch that only asks where the folder is."""
 DISK_ERRORS = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES)
-"""What the operating system says where a file cannot be written, or not all of it."""
+"""The operating system's errors for a file that cannot be written, or not completely."""
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CachedRepository:
-    """What a hub's cache holds of one repository; `modified` is in seconds since 1970."""
+    """One repository in a hub's cache, complete or not; `modified` is in seconds since 1970."""
 
     name: str
     path: Path
@@ -51,23 +51,23 @@ class Hub(Protocol):
     """A place that models are fetched from. Every method raises CheckpointError, in words for users."""
 
     prefix: str
-    """What a name begins with to mean this hub."""
+    """The prefix of names that mean this hub."""
     cache_variable: str
     """The environment variable that moves the cache."""
 
     def fetch(self, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-        """Return the folder with those files of a repository that fit a pattern, as newly fetched as can be.
+        """Fetch the files of a repository that match a pattern, in their newest version, and return their folder.
 
-        A hub that cannot be reached, or must not be (offline mode), leaves what the cache has.
+        Where the hub cannot be reached, or must not be (offline mode), the folder has what is in the cache.
         """
         ...
 
     def sizes(self, name: str, revision: str | None, folder: Path) -> Mapping[str, int]:
-        """Return all files of the revision that `fetch` made `folder` of, with their sizes in bytes."""
+        """Return the size in bytes of every file of the revision for which `fetch` returned `folder`."""
         ...
 
     def download(self, name: str, revision: str | None, folder: Path, files: Sequence[str]) -> None:
-        """Fetch files into the folder that `fetch` returned; what an interrupted call left behind is used."""
+        """Fetch files into the folder that `fetch` returned, continuing what an interrupted call left behind."""
         ...
 
     def cached(self) -> list[CachedRepository]:
@@ -87,13 +87,13 @@ class Repository:
     name: str
     revision: str | None = None
     gguf: str | None = None
-    """A GGUF file of it by name, or by the end of its name: Q4_K_M."""
+    """The GGUF file of the repository that is meant, by its name or the end of it (Q4_K_M); None: safetensors."""
 
     def __str__(self) -> str:
         return f"{self.hub.prefix}{self.name}"
 
     def fetch_config(self) -> Path:
-        """Return the folder of the repository with config and tokenizer fetched; of a GGUF model the whole file.
+        """Fetch config and tokenizer and return their folder; of a GGUF model fetch the file and return its path.
 
         Raises CheckpointError.
         """
@@ -113,7 +113,7 @@ class Repository:
         try:
             sizes = self.hub.sizes(self.name, self.revision, folder)
         except CheckpointError:
-            with suppress(CheckpointError):  # without the hub what the cache has will do
+            with suppress(CheckpointError):  # without the hub, a file in the cache will do
                 return folder / select_gguf([path.name for path in folder.glob("*")], wish, str(self))[0]
             raise
         wanted = select_gguf(list(sizes), wish, str(self))
@@ -124,17 +124,17 @@ class Repository:
         return folder / wanted[0]
 
     def _gguf_labels(self, folder: Path) -> list[str]:
-        """Return what the GGUF files of the repository can be asked for by, none where the hub cannot be reached."""
+        """Return the names by which its GGUF files can be asked for (Q4_K_M); none if the hub cannot be reached."""
         try:
             return gguf_labels(list(self.hub.sizes(self.name, self.revision, folder)))
         except CheckpointError:
             return []
 
     def fetch_weights(self, folder: Path) -> None:
-        """Fetch those files of weights that `folder`, from `fetch_config`, lacks or has of another size (GGUF: none).
+        """Fetch the files of weights that `folder` (of `fetch_config`) lacks or has in another size (GGUF: none).
 
-        What will be downloaded is logged, with its size, and refused if the disk has no room for it. Where the hub
-        cannot be asked, weights that are here do. Raises CheckpointError.
+        The download is logged, with its size, and refused if the disk has no room for it. If the hub cannot be
+        asked, the weights in the folder are taken as they are, if all are there. Raises CheckpointError.
         """
         if self.gguf is not None:
             return
@@ -181,7 +181,10 @@ class Repository:
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether a folder has all its files of weights: those that an index names, else any. A GGUF file has them."""
+    """Tell whether a folder has all its weights: every file that its index names or, without an index, any file.
+
+    A GGUF file has them.
+    """
     if is_gguf(folder):
         return True
     index = folder / INDEX_NAME
@@ -191,7 +194,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def shows_bars() -> bool:
-    """Tell whether a download may draw its progress: on a terminal where not even warnings are hushed (--quiet)."""
+    """Tell whether a download may draw progress bars: on a terminal, unless warnings are silenced (--quiet)."""
     return sys.stderr.isatty() and _LOG.isEnabledFor(logging.WARNING)
 
 
@@ -201,7 +204,7 @@ def literal(names: Sequence[str]) -> list[str]:
 
 
 def disk_full(repository: str, error: OSError, variable: str) -> CheckpointError:
-    """Return the error for a download that the disk did not take."""
+    """Return the error for a download that could not be written to the cache."""
     return CheckpointError(
         f"{repository} could not be written to the cache: {reason_of(error)}",
         actual=quoted(error.filename) if error.filename else None,

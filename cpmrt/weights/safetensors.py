@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _LENGTH_BYTES = 8
 _MAX_DIMS = 32
-"""What an array of NumPy 1 can have."""
+"""The most dimensions that an array of NumPy 1 can have."""
 _MAX_BYTES = 2**63 - 1
 
 _WORDS = {
@@ -45,7 +45,7 @@ _DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
 
 
 def encoded_header(fields: Mapping[str, object]) -> bytes:
-    """Return the beginning of a file with this header, up to its first tensor: a multiple of 8 bytes."""
+    """Return the bytes of a file before its first tensor, for a header with these fields: a multiple of 8 bytes."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text

@@ -35,8 +35,8 @@ def is_ternary(values: F32, group_size: int) -> bool:
 def ternary_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[TensorSpec, ...]:
     """Return `specs` with 2-bit codes for the 16-bit matrices that are ternary by a few of their rows.
 
-    The matrix in the middle alone tells that a checkpoint has none. That the other rows are ternary too is checked
-    when they are loaded.
+    If the matrix in the middle of the list is not ternary, no other one is looked at. The rows that are not read here
+    are checked when they are loaded.
     """
     plain = [spec for spec in specs if _has_ternary_kernels(spec) and spec.quant is None]
     if not plain or _group_size(plain[len(plain) // 2], checkpoint) is None:
@@ -49,7 +49,7 @@ def ternary_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[
 
 
 def declared_ternary(spec: TensorSpec, settings: WeightQuantization) -> TensorSpec:
-    """Return the spec of a layer's matrix with the 2-bit codes that the settings promise; others as they are."""
+    """Return a spec with the 2-bit codes that `settings` declare if it is a matrix of a layer; any other as it is."""
     if not _has_ternary_kernels(spec) or spec.product == "head":
         return spec
     size = min(settings.group_of(spec.shape[1]), max(GROUP_SIZES))
@@ -61,19 +61,19 @@ def declared_ternary(spec: TensorSpec, settings: WeightQuantization) -> TensorSp
 
 
 def not_ternary(tensor: str, checkpoint: Checkpoint) -> CheckpointError:
-    """Make the error for a tensor of which other rows, or config.json, promised ternary values."""
+    """Return the error for a tensor that is not ternary although its sampled rows, or config.json, say so."""
     return CheckpointError(
         f"{checkpoint.folder}: tensor {quoted(tensor)} has {NOT_TERNARY}", fix=KEEP_16_BITS
     )
 
 
 def _has_ternary_kernels(spec: TensorSpec) -> bool:
-    """Whether a weight is a matrix of a product that takes 2-bit codes; experts and `per_head` matrices are none."""
+    """Whether a weight is a matrix of a product that takes 2-bit codes; experts and `per_head` matrices are not."""
     return spec.product not in (None, "per_head") and not spec.num_experts
 
 
 def _group_size(spec: TensorSpec, checkpoint: Checkpoint) -> int | None:
-    """Return the largest group size in which sampled rows of all sources are ternary, or None."""
+    """Return the largest group size with which the sampled rows of all sources are ternary, or None."""
     samples = [_sample(source, checkpoint) for source in spec.sources]
     for size in GROUP_SIZES:
         if spec.shape[1] % size == 0 and all(rows is not None and is_ternary(rows, size) for rows in samples):
@@ -82,7 +82,7 @@ def _group_size(spec: TensorSpec, checkpoint: Checkpoint) -> int | None:
 
 
 def _sample(source: Source, checkpoint: Checkpoint) -> F32 | None:
-    """Read a few rows of a 16-bit source; None where it is no such matrix, or they are zeros."""
+    """Read a few rows of a 16-bit source; None if the tensor is not in 16 bits, has no rows, or they are all zeros."""
     entry = checkpoint.entries.get(source.name)
     if source.packing or entry is None or entry.dtype not in FLOATS or entry.shape[1:] != source.shape[1:]:
         return None

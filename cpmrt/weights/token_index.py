@@ -32,7 +32,7 @@ _MARK = object()
 
 
 def read_token_index(path: Path, vocab_size: int) -> tuple[int, ...]:
-    """Read the token ids, most frequent first. Raises CheckpointError: no list, ids out of range or there twice."""
+    """Read the token ids, most frequent first. Raises CheckpointError for no list, ids out of range or there twice."""
     with open_file(path, anywhere=True) as file, reading(path):
         raw = file.read(_MAX_BYTES + 1)
         if len(raw) > _MAX_BYTES:
@@ -43,7 +43,7 @@ def read_token_index(path: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def checked_token_ids(ids: Any, vocab_size: int, source: str) -> tuple[int, ...]:
-    """Return the ids as a tuple. Raises CheckpointError if they are no tokens of the model or not unique."""
+    """Return the ids as a tuple. Raises CheckpointError if they are not a list of the model's token ids, each once."""
     if not isinstance(ids, list) or not ids:
         raise CheckpointError(source, expected="a list of token ids", actual=quoted(ids))
     for token in ids:
@@ -60,9 +60,9 @@ def checked_token_ids(ids: Any, vocab_size: int, source: str) -> tuple[int, ...]
 
 
 def find_token_index(folder: Path, wanted: int | None) -> Path | None:
-    """Find the shortest file `freq_N.*` of a draft's folder with at least `wanted` tokens; None wanted: the longest.
+    """Find the shortest file `freq_N.*` of a draft's folder with at least `wanted` tokens (None: the longest file).
 
-    None where the folder has no such file. Raises CheckpointError where all are too short.
+    Returns None where the folder has no such file. Raises CheckpointError where all are too short.
     """
     found = sorted((int(m[1]), path.name) for path in folder.iterdir() if (m := _FILE_NAME.fullmatch(path.name)))
     if not found:
@@ -123,7 +123,7 @@ class _Storage:
 
 
 class _Machine:
-    """Follows a pickle on a stack of its own, for the instructions that lists, ints and tensors need."""
+    """An interpreter of the few pickle instructions that lists, ints and tensors need, with a stack of its own."""
 
     def __init__(self, storage: Callable[[str], bytes]):
         self._storage = storage
@@ -131,7 +131,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self, pickle: bytes) -> Any:
-        """Return the pickled object. Raises _RefusedError for an instruction that is none of these."""
+        """Return the pickled object. Raises _RefusedError for any other instruction."""
         import pickletools  # it takes long, and few starts read such a list
 
         for opcode, argument, _ in pickletools.genops(pickle):

@@ -1,4 +1,4 @@
-"""The file formats of quantised matrices. One more is a module here, its row below, and its case in `repack.cu`."""
+"""The file formats of quantised matrices. A new one needs a module here, its row below and its case in `repack.cu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cpmrt.weights.formats.marlin import MARLIN
 from cpmrt.weights.safetensors import FLOATS
 
 FORMATS = {row.name: row for row in (MARLIN, GPTQ_HEAD, GPTQ, AWQ, COMPRESSED)}
-"""The formats by their names; of two with the same settings the first that is meant counts."""
+"""The formats by their names. Where several have the same settings, `detect` takes the first that the tensors fit."""
 
 
 def format_of(source: Source) -> Format:
@@ -34,7 +34,7 @@ def detect(module: str, shape: Shape, packing: str, entries: Entries) -> Format:
 
 
 def stored_tensors(source: Source) -> Iterator[StoredTensor]:
-    """Yield the tensors that a checkpoint must or may have of a source."""
+    """Yield the tensors that a checkpoint must or may have for a source."""
     if source.packing is None:
         yield StoredTensor(source.name, tuple(FLOATS), source.shape)
     elif source.packing.row_bytes:

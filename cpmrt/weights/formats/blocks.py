@@ -1,7 +1,7 @@
 """The block types of GGUF files: how many weights a block has, in how many bytes, and how to take it apart.
 
-A row of a matrix is a run of blocks. Every type is taken apart into the same three: small integers (codes), and for
-each group of neighbouring columns a scale and perhaps an offset, so that in float32
+A row of a matrix is a run of blocks. Blocks of every type are taken apart into the same three things: small integers
+(codes), and for each group of neighbouring columns a scale and perhaps an offset, so that in float32
 
     W[n, k] = scale[n, k // group] * code[n, k] + offset[n, k // group]
 
@@ -23,13 +23,15 @@ from cpmrt.dtypes import F32
 U8 = NDArray[np.uint8]
 Codes = NDArray[np.uint8] | NDArray[np.int8]
 IQ4_VALUES = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
-"""What the sixteen codes of IQ4_NL and IQ4_XS stand for."""
+"""The values of the sixteen codes of IQ4_NL and IQ4_XS."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Blocks [n, bytes] taken apart: `codes` [n, size], `scales` and `offsets` float32 [n, size / group]; `offsets`
-    None: there are none."""
+    """Blocks [n, bytes] taken apart: `codes` [n, size], `scales` and `offsets` float32 [n, size / group].
+
+    `offsets` is None for a type without offsets.
+    """
 
     codes: Codes
     scales: F32
@@ -41,7 +43,7 @@ class BlockType:
     """One block type, a row of `BLOCK_TYPES`: its `number` in the file, the bits of a code, the weights (`size`) and
     bytes of a block, and the columns of a group.
 
-    `split` takes blocks uint8 [n, nbytes] apart; `halves` are the bytes of a block at which its float16 numbers begin.
+    `split` takes blocks uint8 [n, nbytes] apart; `halves` are the places in a block, in bytes, of its float16 numbers.
     """
 
     name: str
@@ -55,16 +57,17 @@ class BlockType:
 
     @property
     def factor_bits(self) -> int:
-        """Bits of the number that a scale multiplies: 8 where the code is a place in `IQ4_VALUES`."""
+        """Bits of the integer that a scale multiplies: those of a code, or 8 where codes are indices of `IQ4_VALUES`.
+        """
         return 8 if self.name.startswith("IQ4") else self.bits
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether groups have scales only; offsets come with a float16 of their own."""
+        """Whether groups have scales and no offsets; a block with offsets has a second float16, for them."""
         return len(self.halves) == 1
 
     def all_finite(self, rows: U8) -> bool:
-        """Whether no scale of rows uint8 [N, row bytes] is NaN or infinite."""
+        """Whether all scales (and offsets) of rows uint8 [N, row bytes] are finite."""
         blocks = rows.reshape(len(rows), -1, self.nbytes)
         # The exponent of a float16 is the upper part of its second byte.
         return all(bool((blocks[:, :, place + 1] & 0x7C != 0x7C).all()) for place in self.halves)
@@ -91,7 +94,10 @@ class BlockType:
 
 
 def _planes(packed: U8, bits: int, width: int) -> U8:
-    """Unpack bytes [n, m]: of each run of `width` bytes first all lowest fields of `bits` bits, then all next ones."""
+    """Unpack the fields of `bits` bits of bytes [n, m].
+
+    Of each run of `width` bytes the lowest fields of all bytes come first, then the next fields of all bytes.
+    """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     runs = packed.reshape(len(packed), -1, 1, width)
     fields: U8 = runs >> shifts & np.uint8((1 << bits) - 1)
@@ -99,13 +105,13 @@ def _planes(packed: U8, bits: int, width: int) -> U8:
 
 
 def _half(blocks: U8, place: int) -> F32:
-    """Read a float16 at byte `place` of each block: float32 [n, 1]."""
+    """Return the float16 at byte `place` of each block as float32 [n, 1]."""
     words: NDArray[Any] = np.ascontiguousarray(blocks[:, place : place + 2]).view("<f2")
     return words.astype(np.float32)
 
 
 def _high_bits(blocks: U8, place: int) -> U8:
-    """Read 32 bits at byte `place`, the one of the first weight lowest, as 0 or 16."""
+    """Return the 32 bits at byte `place` of each block, the lowest (of the first weight) first, each as 0 or 16."""
     bits: U8 = np.unpackbits(blocks[:, place : place + 4], axis=1, bitorder="little")
     shifted: U8 = bits << np.uint8(4)
     return shifted
@@ -182,7 +188,10 @@ def _iq4_xs(blocks: U8) -> Parts:
 
 
 def _tq1_0(blocks: U8) -> Parts:
-    """Take apart bytes of five ternary digits, fractions of 256: times 3 carries the first digit out of the byte."""
+    """Take TQ1_0 blocks apart: a byte / 256 is a ternary fraction of five digits (of four in the last four bytes).
+
+    Multiplying by 3 carries the first digit out of the byte.
+    """
     digits = []
     for begin, end, count in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
         powers = 3 ** np.arange(count, dtype=np.uint8)[:, None]

@@ -1,8 +1,8 @@
-"""Describes a file format of quantised matrices: its tensors, and both ways between them and plain numbers.
+"""Describes a file format of quantised matrices: its tensors, and how plain numbers are packed into them and back.
 
-Plain are codes u [N, K] and zero points z [N, groups], uint8 of 0..15 (of 0..255 in 8 bits), and float scales
-[N, groups]; N = output features (rows), K = input features (columns), in the file's order. W[n, k] = scale[n, g] *
-(u[n, k] - z[n, g]) with g = k // group_size, or g_idx[k] where the file has one. Packing only moves bits: nothing is
+The plain numbers are codes u [N, K] and zero points z [N, groups], uint8 of 0..15 (of 0..255 in 8 bits), and float
+scales [N, groups]; N = output features (rows), K = input features (columns), in the file's order. W[n, k] = scale[n, g]
+* (u[n, k] - z[n, g]) with g = k // group_size, or g_idx[k] where the file has one. Packing only moves bits: nothing is
 rounded.
 """
 
@@ -30,7 +30,7 @@ SCALES = tuple(FLOATS)
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that a checkpoint must have, or may have, with one of these types."""
+    """A tensor that a checkpoint must have, or may have (`required` False), with one of the types `dtypes`."""
 
     name: str
     dtypes: tuple[str, ...]
@@ -38,7 +38,7 @@ class StoredTensor:
     required: bool = True
 
     def fault(self, entry: TensorEntry) -> str | None:
-        """Say what is wrong with the file's tensor, or None."""
+        """Return what is wrong with the type or shape of the file's tensor, or None."""
         if entry.dtype not in self.dtypes:
             return f"(expected {' | '.join(self.dtypes)}, got {entry.dtype})"
         if entry.shape != self.shape:
@@ -48,9 +48,9 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a matrix. Its name ends in `suffix`; `shape` is for N, K and so many groups a row.
+    """One tensor of a matrix. Its name ends in `suffix`; `shape(N, K, groups of a row)` is its shape.
 
-    `pack` makes the tensor of plain numbers [N, ..]; `unpack` is the inverse. `dtypes` are the types it may have.
+    `pack` makes it from plain numbers [N, ..]; `unpack` is the inverse. `dtypes` are the types that it may have.
     """
 
     suffix: str
@@ -60,7 +60,7 @@ class Part:
     dtypes: tuple[str, ...] = ("I32",)
 
     def of(self, module: str) -> str:
-        """Return the tensor's name."""
+        """Return the name of this tensor of a module."""
         return f"{module}.{self.suffix}"
 
 
@@ -68,7 +68,8 @@ class Part:
 class Format:
     """One file format, a row of `FORMATS`.
 
-    `number` is what `repack.cu` calls it. `rows(words, begin, end)` are the words of the codes of these rows.
+    `number` is its number in `repack.cu`. `rows(words, begin, end)` returns the words that hold the codes of rows
+    `begin` to `end`.
     """
 
     name: str
@@ -77,20 +78,20 @@ class Format:
     rows: Callable[[I32, int, int], I32]
     scales: Part
     zeros: Part | None = None
-    """None: all zero points are 8."""
+    """The tensor of zero points; None where the format has none: all are 8."""
     zeros_if_symmetric: bool = True
-    """Whether the zero points are there where all of them are 8."""
+    """Whether the file has the tensor of zero points also where all of them are 8."""
     order: str = ""
-    """Suffix of the tensor that names each column's group, where there may be one."""
+    """Suffix of the optional tensor that names each column's group; empty where the format has none."""
     blank_order: bool = False
-    """An order of -1 everywhere is none."""
+    """Whether an order tensor that is -1 everywhere counts as absent."""
     shape: str = ""
-    """Suffix of a tensor that holds N and K."""
+    """Suffix of the optional tensor that holds N and K; empty where the format has none."""
     row_step: int = 8
     column_step: int = 8
     """N is a multiple of `row_step`, K of `column_step`."""
     settings: str = ""
-    """`WeightQuantization.packing` of its checkpoints, where that is another format's name."""
+    """The `WeightQuantization.packing` of its checkpoints where that is another format's name; empty: `name`."""
     bits: int = 4
     """The bits of a code, and of a zero point."""
     is_meant: Callable[[str, Shape, Entries], bool] = lambda module, shape, entries: True
@@ -102,7 +103,7 @@ class Format:
         return 1 << self.bits - 1
 
     def tensors(self, module: str, shape: Shape, packing: Packing) -> Iterator[StoredTensor]:
-        """Yield what a checkpoint must or may have of a matrix [N, K]."""
+        """Yield the tensors that a checkpoint must or may have for a matrix [N, K]."""
         num_rows, num_columns = shape
         sizes = num_rows, num_columns, num_columns // packing.group_size
         has_zeros = self.zeros_if_symmetric or not packing.symmetric
@@ -131,5 +132,5 @@ def unpack_nibbles(words: I32) -> U8:
 
 
 def transposed(values: Array) -> Array:
-    """Turn [N, groups] into [groups, N], and back."""
+    """Return a contiguous copy of the transpose: [groups, N] of [N, groups], and back."""
     return np.ascontiguousarray(values.T)

@@ -22,12 +22,12 @@ from cpmrt.weights.formats.format import (
 )
 
 V1_STEPS = {4: 0x11111111, 8: 0x01010101}
-"""What version 1 takes from each word of zero points of so many bits."""
+"""Bits of a zero point -> the number that version 1 subtracts from a 32-bit word of them: 1 in each."""
 HEAD = "lm_head"
 
 
 def to_v1(words: I32, bits: int = 4) -> I32:
-    """Take one from every zero point, as version 1 stores them; one of 0 borrows from the next, as in GPTQModel."""
+    """Subtract one from every zero point, as version 1 stores them; a 0 borrows from the next, as in GPTQModel."""
     less: I32 = (words.view(np.uint32) - np.uint32(V1_STEPS[bits])).view(np.int32)
     return less
 

@@ -17,18 +17,21 @@ from cpmrt.weights.formats.format import I32, SCALES, U8, Entries, Format, Part,
 
 TILE = 16
 RUN = 64
-"""Rows that are permuted together."""
+"""Rows (output features) that are permuted together."""
 _FUSED: dict[Product | None, str] = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
 
 
 def fused_module(module: str, product: Product | None) -> str | None:
-    """Return the module that CPM.cu stores `module` in, fused with others of the same product; None: it does not."""
+    """Return the module in which CPM.cu stores `module` fused with others of its product, or None if it does not."""
     fused = _FUSED.get(product)
     return fused and f"{module.rpartition('.')[0]}.{fused}"
 
 
 def pack_codes(u: U8) -> I32:
-    """Pack `qweight` int32 [K/16, 2 N]: 16 x 16 tiles, four neighbours permuted to the order of tensor-core lanes."""
+    """Pack codes u [N, K] to `qweight` int32 [K/16, 2 N].
+
+    Its 16 x 16 tiles are permuted, four neighbours together, to the order of tensor-core lanes.
+    """
     num_rows, num_columns = u.shape
     tiles = u.T.reshape(num_columns // TILE, TILE, num_rows // TILE, TILE)
     runs = np.ascontiguousarray(tiles.transpose(0, 2, 1, 3)).reshape(num_columns // TILE, -1, 1024)
@@ -36,7 +39,7 @@ def pack_codes(u: U8) -> I32:
 
 
 def unpack_codes(qweight: I32) -> U8:
-    """Unpack u [N, K] of `qweight` [K/16, 2 N], or of a slice of its columns that holds whole runs of 64 rows of u."""
+    """Unpack `qweight` [K/16, 2 N], or a slice of its columns that holds whole runs of 64 rows of u, to u [N, K]."""
     num_tiles = qweight.shape[0]
     runs = unpack_nibbles(qweight).reshape(num_tiles, -1, 1024)
     tiles = runs[:, :, np.argsort(_code_order())].reshape(num_tiles, -1, TILE, TILE)
@@ -45,14 +48,14 @@ def unpack_codes(qweight: I32) -> U8:
 
 
 def pack_scales(scales: Array) -> Array:
-    """Pack `scales` [groups, N] of scales [N, groups], whatever their type."""
+    """Pack scales [N, groups] of any type to the tensor `scales` [groups, N]."""
     order = _scale_order(scales.shape[1] > 1)
     rows = np.ascontiguousarray(scales.T)
     return np.ascontiguousarray(rows.reshape(-1, len(order))[:, order]).reshape(rows.shape)
 
 
 def unpack_scales(scales: Array) -> Array:
-    """Unpack scales [N, groups] of `scales` [groups, N]."""
+    """Unpack the tensor `scales` [groups, N] to scales [N, groups]."""
     inverse = np.argsort(_scale_order(scales.shape[0] > 1))
     rows = np.ascontiguousarray(scales).reshape(-1, len(inverse))[:, inverse].reshape(scales.shape)
     return np.ascontiguousarray(rows.T)
@@ -75,7 +78,7 @@ def _code_order() -> NDArray[np.intp]:
 
 @lru_cache(maxsize=2)
 def _scale_order(grouped: bool) -> NDArray[np.intp]:
-    """Return which of 64 (one group a row: 32) neighbouring scales comes at each place."""
+    """Return which of 64 neighbouring scales (32 where a row is one group) is stored at each place."""
     if grouped:
         order = [place + 8 * step for place in range(8) for step in range(8)]
     else:

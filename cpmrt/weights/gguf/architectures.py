@@ -43,14 +43,15 @@ _LATENT = {
 }
 ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 NOT_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
-"""Tensors that the config is made of."""
+"""Tensors that are no weights: the config is made from them."""
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """One architecture: its name in the file, and in config.json. `parts` are tensors of a layer beside the usual.
+    """One architecture: its `name` in the file and its `hugging_face` name in config.json.
 
-    `paired`: the rows of a query or key head lie in pairs, row j and row j + half of it one after another.
+    `parts` names tensors of its layers that are not in `_PARTS`. `paired`: the rows of a query or key head lie in pairs
+    in the file, row j and row j + half the head's rows one after another.
     """
 
     name: str
@@ -59,7 +60,7 @@ class GgufArchitecture:
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def hugging_face_name(self, name: str) -> str:
-        """Return what a tensor is called in a Hugging Face checkpoint; its own name if nothing."""
+        """Return the name that a tensor of the file has in a Hugging Face checkpoint; its own name if it has none."""
         if match := _LAYER.fullmatch(name):
             layer, part, kind = match.groups()
             renamed = self.parts.get(part) or _PARTS.get(part)
@@ -67,7 +68,7 @@ class GgufArchitecture:
         return _TOP.get(name, name)
 
     def gguf_name(self, name: str) -> str:
-        """Return what a tensor of a Hugging Face checkpoint is called in the file: the inverse."""
+        """Return the name in the file of a tensor of a Hugging Face checkpoint: the inverse of `hugging_face_name`."""
         top = {hugging_face: own for own, hugging_face in _TOP.items()}
         if name in top:
             return top[name]
@@ -94,7 +95,8 @@ GGUF_ARCHITECTURES = {
 
 
 def architecture_of(metadata: Mapping[str, Value], path: Path) -> GgufArchitecture:
-    """Return the row of a file. Raises UnsupportedModelError, or CheckpointError where it names none."""
+    """Return the architecture that a file's keys name. Raises UnsupportedModelError; CheckpointError if they name none.
+    """
     name = metadata.get(ARCHITECTURE_KEY)
     if not isinstance(name, str):
         raise CheckpointError(f"{path}: key {quoted(ARCHITECTURE_KEY)}", expected="a name", actual=quoted(name))

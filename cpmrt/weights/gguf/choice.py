@@ -1,4 +1,4 @@
-"""Chooses a GGUF file of a repository by what users call it: the whole name, or its end, such as Q4_K_M."""
+"""Chooses a GGUF file of a repository by the name that users give it: its whole name or its end, such as Q4_K_M."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _SEPARATORS = "-._"
 
 
 def select_gguf(names: Sequence[str], wish: str, where: str) -> list[str]:
-    """Return the files among the `names` of a repository that `wish` means, more than one of a model that is split.
+    """Return the files of the one model that `wish` means, all parts of a split one, among the `names` of a repository.
 
-    Capitals do not matter. `where` names the repository in errors. Raises CheckpointError where no model is meant, or
-    several are.
+    Capitals do not matter. `where` names the repository in errors. Raises CheckpointError where `wish` means no model,
+    or several, or parts are missing.
     """
     found = {name: _stem(name) for name in names if name.endswith(GGUF_SUFFIX) and "/" not in name}
     stems = {stem for name, stem in found.items() if name.lower() == wish.lower() or _ends(stem, wish)}
@@ -35,13 +35,13 @@ def select_gguf(names: Sequence[str], wish: str, where: str) -> list[str]:
 
 
 def gguf_labels(names: Sequence[str]) -> list[str]:
-    """Return the shortest ends by which each GGUF file of a repository can be asked for."""
+    """Return for each GGUF model of a repository the shortest end of its name that means no other one."""
     stems = sorted({_stem(name) for name in names if name.endswith(GGUF_SUFFIX) and "/" not in name})
     return [_label(stem, stems) for stem in stems]
 
 
 def _stem(name: str) -> str:
-    """Return a file's name without its ending and the number of its part."""
+    """Return a file's name without its suffix and the number of its part."""
     return _PART.sub("", name.removesuffix(GGUF_SUFFIX))
 
 

@@ -25,23 +25,23 @@ from cpmrt.weights.gguf.header import Value
 from cpmrt.weights.gguf.vocabulary import PREFIX, TOKENS, TYPES, TokenType
 
 END_NAMES = ("eos", "eot", "eom")
-"""The ends that have a key of their own."""
+"""The tokens that end an answer and have a key of their own, by their names in the keys."""
 _END_TEXTS = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"))
-"""Control tokens that end an answer in every model that has them. A file has keys for three, a
+"""Control tokens that end an answer in every model that has them. A file has keys for only three such tokens, while a
 generation_config.json names all.
 """
-# What MiniCPM3 and MiniCPM's first files, which lack the scales, are made with: scale_emb, scale_depth, dim_model_base.
+# scale_emb, scale_depth and dim_model_base of MiniCPM3 and of MiniCPM's first files, which lack keys for them.
 _OLD_SCALES = (12.0, 1.4, 256)
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
-"""What the keys `general.sampling.*` are called in a generation_config.json."""
+"""Keys `general.sampling.*` of a file -> their names in a generation_config.json."""
 
 
 def config_json(model: GgufModel) -> dict[str, Any]:
-    """Return the object of a config.json that says what the model's keys and tensors say.
+    """Return the object of the config.json that a Hugging Face folder of the model would have.
 
-    Raises ConfigError for a key that is missing or no proper value, UnsupportedModelError.
+    Raises ConfigError for a key that is missing or has a wrong value, UnsupportedModelError.
     """
     row = architecture_of(model.metadata, model.path)
     keys, traits = _keys(model, row), ARCHITECTURES[row.hugging_face]
@@ -75,12 +75,12 @@ def config_json(model: GgufModel) -> dict[str, Any]:
 
 
 def head_dim(model: GgufModel) -> int:
-    """Return the rows of a query or key head. Raises ConfigError, UnsupportedModelError."""
+    """Return the number of rows of a query or key head. Raises ConfigError, UnsupportedModelError."""
     return _head_dim(_keys(model, architecture_of(model.metadata, model.path)))
 
 
 def generation_config_json(metadata: Mapping[str, Value]) -> dict[str, Any]:
-    """Return the object of a generation_config.json: the sampling that the file recommends; empty where it does not."""
+    """Return the object of a generation_config.json: the sampling that the file recommends; empty if it has none."""
     found = {name: metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
     return {name: _decimal(value) for name, value in found.items() if value is not None}
 
@@ -102,7 +102,7 @@ def end_ids(metadata: Mapping[str, Value], path: Path) -> list[int]:
 
 
 def _keys(model: GgufModel, row: GgufArchitecture) -> Fields:
-    """Return the keys of the architecture, without its name in front, numbers as people wrote them."""
+    """Return the architecture's keys without its name in front, their floats as short decimals (`_decimal`)."""
     prefix = f"{row.name}."
     own = {key: value for key, value in model.metadata.items() if key.startswith(prefix)}
     values = {key.removeprefix(prefix): _decimal(_same(value)) for key, value in own.items()}
@@ -121,7 +121,7 @@ def _whole_heads(keys: Fields) -> dict[str, Any]:
 
 
 def _latent(keys: Fields) -> dict[str, Any]:
-    """Return the sizes of multi-head latent attention, of whose heads a part is rotated."""
+    """Return the sizes of multi-head latent attention; only a part of each head (`qk_rope_head_dim`) is rotated."""
     rotated, value = keys.integer("rope.dimension_count"), keys.integer("attention.value_length", None)
     return {
         "q_lora_rank": keys.integer("attention.q_lora_rank"),
@@ -133,7 +133,7 @@ def _latent(keys: Fields) -> dict[str, Any]:
 
 
 def _same(value: Value) -> Value:
-    """Return the number that a list has for every layer, other values as they are."""
+    """Return the number that a list has for every layer if it is the same; any other value as it is."""
     if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
         number: Value = value[0].item()
         return number
@@ -141,7 +141,7 @@ def _same(value: Value) -> Value:
 
 
 def _decimal(value: Value) -> Value:
-    """Return a float32 as the shortest decimal that is stored as it: 1e-06 for 9.999999974752427e-07."""
+    """Return a float32 as the shortest decimal that rounds to it: 1e-06 for 9.999999974752427e-07."""
     if not isinstance(value, float):
         return value
     with np.errstate(over="ignore"):
@@ -155,7 +155,7 @@ def _vocab_size(model: GgufModel, keys: Fields) -> Any:
 
 
 def _scales(keys: Fields, hidden: int, layers: int) -> dict[str, float]:
-    """Return MiniCPM's scales; the file has them as the forward pass uses them."""
+    """Return MiniCPM's scales as config.json has them, computed from the factors of the forward pass in the file."""
     embedding, depth, base = _OLD_SCALES
     depth = keys.number("residual_scale", depth / sqrt(layers)) * sqrt(layers)
     return {
@@ -166,7 +166,7 @@ def _scales(keys: Fields, hidden: int, layers: int) -> dict[str, float]:
 
 
 def _rope_scaling(model: GgufModel, keys: Fields) -> dict[str, Any] | None:
-    kind = keys.text("rope.scaling.type", "linear")  # files from before this key have `rope.scale_linear`
+    kind = keys.text("rope.scaling.type", "linear")  # older files lack it and have `rope.scale_linear`
     original = keys.integer("rope.scaling.original_context_length", None)
     weight = keys.number("rope.scaling.attn_factor", None)
     factor = keys.number("rope.scaling.factor", None) or keys.number("rope.scale_linear", None)
@@ -176,7 +176,7 @@ def _rope_scaling(model: GgufModel, keys: Fields) -> dict[str, Any] | None:
         more |= {} if weight is None else {"attention_factor": weight}
         return {"rope_type": "longrope", **lists, **more}
     if ROPE_FACTORS in model.entries:
-        factors = _factors(model, ROPE_FACTORS)  # those of Llama 3, computed
+        factors = _factors(model, ROPE_FACTORS)  # the factors of Llama 3's rule, as the converter computed them
         return {"rope_type": "longrope", "long_factor": factors, "short_factor": factors, "attention_factor": 1.0}
     if kind == "none" or factor in (None, 1.0):
         return None
@@ -187,14 +187,14 @@ def _rope_scaling(model: GgufModel, keys: Fields) -> dict[str, Any] | None:
             f"{model.path}: key 'rope.scaling.type'", expected="none | linear | yarn, or tensors of factors",
             actual=quoted(kind),
         )  # fmt: skip
-    # llama.cpp multiplies YaRN's own weight by it.
+    # llama.cpp multiplies YaRN's own attention factor by the key's value; config.json has the product.
     more |= {} if weight is None else {"attention_factor": weight * (0.1 * log(factor) + 1.0)}
     blends = {name: keys.number(f"rope.scaling.yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
     return {"rope_type": "yarn", "factor": factor, **more, **blends}
 
 
 def _factors(model: GgufModel, name: str) -> list[float]:
-    """Return a tensor of factors; if only one of two lists is there, that one."""
+    """Return the values of a tensor of RoPE factors; for an absent long or short list those of the other one."""
     found = name if name in model.entries else next(other for other in (LONG_FACTORS, SHORT_FACTORS) if other != name)
     entry = model.entries[found]
     if entry.dtype != "F32" or len(entry.shape) != 1:
@@ -207,7 +207,7 @@ def _factors(model: GgufModel, name: str) -> list[float]:
 
 
 def _dtype(model: GgufModel) -> str:
-    """Return the type of activations: bfloat16 beside blocks, which say nothing of it, else that of the matrices."""
+    """Return the type of activations: that of the matrices, or bfloat16 if some are in blocks, which do not say it."""
     types = {entry.dtype for entry in model.entries.values() if len(entry.shape) > 1}
     if "BF16" in types or types & BLOCK_TYPES.keys():
         return "bfloat16"

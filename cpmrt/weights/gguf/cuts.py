@@ -12,13 +12,13 @@ I64 = NDArray[np.int64]
 _BASE = 0x9E3779B97F4A7C15
 """An odd number, so that it has an inverse among the integers modulo 2**64."""
 _BATCH = 1 << 13
-"""Tokens at a time: what is kept for their characters is a few MB."""
+"""Tokens that are hashed at a time: the arrays for their characters take a few MB."""
 
 
 def likely_cuts(tokens: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield (token, length of its first part) for each cut both of whose parts have the hash of a token.
+    """Yield (token, length of its first part) for each cut of a token into two parts that both have a token's hash.
 
-    Every cut into two of the `tokens` is among them; others nearly never are.
+    Every cut into two of the `tokens` is yielded; another one only where two hashes collide, which hardly happens.
     """
     batches = [tokens[begin : begin + _BATCH] for begin in range(0, len(tokens), _BATCH)]
     known = np.unique(np.concatenate([_Hashes(batch).of_tokens() for batch in batches])) if batches else None
@@ -43,10 +43,10 @@ def _likely_cuts(tokens: Sequence[str], known: U64) -> Iterator[tuple[str, int]]
 
 
 class _Hashes:
-    """Hashes of parts of some tokens, which lie one after another: token i is characters `begins[i]` to `ends[i]`.
+    """Hashes of any parts of some tokens, which are concatenated: token i is characters `begins[i]` to `ends[i]`.
 
-    A hash is a polynomial in `_BASE` of the characters modulo 2**64, so that sums from the first one on give it for any
-    part.
+    A hash is a polynomial in `_BASE`, modulo 2**64, whose coefficients are the characters: the difference of two prefix
+    sums gives that of any part.
     """
 
     def __init__(self, tokens: Sequence[str]):
@@ -58,7 +58,7 @@ class _Hashes:
         self._sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)])
 
     def of(self, begins: I64, ends: I64) -> U64:
-        """Return the hashes of these parts."""
+        """Return the hashes of the parts from characters `begins` to `ends`."""
         found: U64 = (self._sums[ends] - self._sums[begins]) * self._inverses[begins]
         return found
 

@@ -25,7 +25,7 @@ _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 class GgufFile(MappedFile):
     """An open, mapped and validated file. Closes at the end of a `with` block.
 
-    A tensor's shape is the outermost dimension first: of a matrix [rows, columns], as everywhere in cpmrt.
+    Shapes have the outermost dimension first: that of a matrix is [rows, columns], as everywhere in cpmrt.
     """
 
     version: int
@@ -54,9 +54,9 @@ class GgufFile(MappedFile):
         return cls(path, entries, mapped, header.version, metadata)
 
     def view(self, name: str) -> Array:
-        """Return a tensor as a read-only array over the mapped file, of its shape: no copy.
+        """Return a tensor as a read-only array of its shape over the mapped file: no copy.
 
-        bfloat16 comes as uint16 words. Of a block type the last dimension is the bytes of a row, as uint8. Raises
+        bfloat16 comes as uint16 words. A tensor in blocks comes as uint8, its last dimension the bytes of a row. Raises
         CheckpointError if there is no such tensor or the file is closed.
         """
         entry, raw = self.bytes_of(name)
@@ -66,7 +66,8 @@ class GgufFile(MappedFile):
 
 
 def split_paths(path: Path) -> list[Path]:
-    """Return all files of the model that `path` is a part of, in order: only itself where its name is not of a part."""
+    """Return all files of the model that `path` is a part of, in order; only `path` if its name is not that of a part.
+    """
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return [path]
@@ -101,7 +102,7 @@ class GgufModel:
 
     @property
     def metadata(self) -> Mapping[str, Value]:
-        """The keys of the model, which the first part has."""
+        """The keys of the model: those of its first part."""
         return self.parts[0].metadata
 
     def view(self, name: str) -> Array:
@@ -128,7 +129,7 @@ def _check_part(part: GgufFile, number: int, path: Path) -> None:
     count = len(split_paths(path))
     for key, value in {"split.no": number, "split.count": count}.items():
         found = part.metadata.get(key, value if count == 1 else None)
-        # A model that was never split may say so: no part of none.
+        # A model that was never split may say so: part 0 of 0.
         if type(found) is not int or (found != value and not (count == 1 and found == 0)):
             raise CheckpointError(
                 f"{part.path}: key {quoted(key)}", expected=value, actual=quoted(found),
@@ -138,7 +139,7 @@ def _check_part(part: GgufFile, number: int, path: Path) -> None:
 
 
 def _together(parts: Sequence[GgufFile], path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of all parts."""
+    """Return the tensors of all parts. Raises CheckpointError where one is there twice or their count is wrong."""
     entries: dict[str, TensorEntry] = {}
     for part in parts:
         for twice in part.entries.keys() & entries.keys():

@@ -1,4 +1,4 @@
-"""A GGUF file as the folder that it stands for: config.json and its companions, made of what the file says."""
+"""Presents a GGUF file as a Hugging Face folder: config.json and its companions, made from the file's keys."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from cpmrt.weights.gguf.vocabulary import has_tokenizer, tokenizer_config_json, 
 
 
 def is_gguf(path: Path) -> bool:
-    """Tell whether a path is that of a GGUF file, by its name."""
+    """Tell whether a path is that of a file whose name ends in .gguf."""
     return path.suffix == GGUF_SUFFIX and path.is_file()
 
 
 def read_member(path: Path, name: str) -> bytes | None:
-    """Return a small file of the folder that the GGUF file `path` stands for; None if it would have none of that name.
+    """Return the bytes of the file `name` in the folder that the GGUF file `path` stands for; None if it has no such.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
     make = _members(path).get(name)
     if make is None:
         return None
-    # Where a number belongs a file may have an array: whoever reads the member says so.
+    # A key may hold an array where a number belongs: the reader of the member refuses it.
     return json.dumps(make(), ensure_ascii=False, default=np.ndarray.tolist).encode()
 
 
@@ -44,7 +44,10 @@ def _members(path: Path) -> Mapping[str, Callable[[], dict[str, Any]]]:
 
 @lru_cache(maxsize=2)
 def _made(path: Path, size: int, changed: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Return what makes each file. Size and time of change are there to tell a file from what it was."""
+    """Return the function that makes each file of the folder, by name.
+
+    `size` and `changed` (the time of change) are only keys of the cache, so that a file that has changed is read again.
+    """
     with GgufModel.open(path) as model:
         metadata, config = model.metadata, config_json(model)
     members: dict[str, Callable[[], dict[str, Any]]] = {"config.json": lambda: config}

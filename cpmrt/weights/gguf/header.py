@@ -28,7 +28,7 @@ Value = int | float | bool | str | list[str] | Array
 """The value of a key: one number or text, a list of texts, or an array of numbers."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header that is read, as of safetensors; the largest vocabularies take a tenth of it."""
+"""The longest header that is read, the same as of safetensors; the largest vocabularies take a tenth of it."""
 MAX_NAME_BYTES = 64
 """The longest name of a tensor, by the format."""
 MAX_KEY_BYTES = 65535
@@ -37,14 +37,14 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 VERSIONS = (2, 3)
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
-"""Numbers of the types of values."""
+"""The format's numbers of the types of values."""
 _NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", UINT32: "<u4", INT32: "<i4", FLOAT32: "<f4", BOOL: "<u1", 10: "<u8",
     11: "<i8", 12: "<f8",
 }  # fmt: skip
-"""Number of a value's type -> how NumPy reads it."""
+"""The format's number of a value's type -> the NumPy type that reads it."""
 FLOAT_NUMBERS = {0: DType.FLOAT32, 1: DType.FLOAT16, 30: DType.BFLOAT16}
-"""Number of a tensor's type -> the type, of those without blocks."""
+"""The format's numbers of the tensor types without blocks -> the type."""
 _BLOCK_NUMBERS = {row.number: row for row in BLOCK_TYPES.values()}
 _OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8",
@@ -56,7 +56,10 @@ SUPPORTED_TYPES = (*(dtype.safetensors_name for dtype in FLOAT_NUMBERS.values())
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself, checked: the tensors lie inside it, one after another."""
+    """The checked header of a file: its version, its keys with values, and the places of its tensors.
+
+    The tensors lie inside the file, one after another.
+    """
 
     version: int
     metadata: dict[str, Value]
@@ -64,7 +67,7 @@ class Header:
 
 
 class _Reader:
-    """The place in a header that is read next; what does not fit the file raises CheckpointError."""
+    """A cursor over the bytes of a header; reading what does not fit the file raises CheckpointError."""
 
     def __init__(self, data: memoryview, path: Path):
         self.data, self.path, self.place = data, path, 0
@@ -73,11 +76,11 @@ class _Reader:
     def fail(
         self, what: str, expected: object = None, actual: object = None, fix: str | None = None
     ) -> CheckpointError:
-        """Return the error for something in this file."""
+        """Return the CheckpointError for `what` in this file."""
         return CheckpointError(f"{self.path}: {what}", expected=expected, actual=actual, fix=fix)
 
     def take(self, nbytes: int, what: str) -> memoryview:
-        """Return the next bytes, which hold `what`."""
+        """Return the next `nbytes` bytes; `what` names them in errors."""
         left = self.end - self.place
         if nbytes > left:
             raise self.fail(
@@ -88,11 +91,11 @@ class _Reader:
         return self.data[self.place - nbytes : self.place]
 
     def number(self, kind: str, what: str) -> Any:
-        """Return the next number; `kind` as `struct` calls it, little-endian."""
+        """Return the next number, little-endian, of the type that `struct` calls `kind`."""
         return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind), what))[0]
 
     def count(self, smallest: int, what: str) -> int:
-        """Return the next number, of things that take at least `smallest` bytes each."""
+        """Return the next number, a count of things that take at least `smallest` bytes each."""
         count: int = self.number("Q", what)
         most = (self.end - self.place) // smallest
         if count > most:
@@ -113,8 +116,8 @@ class _Reader:
     def strings(self, count: int, what: str) -> list[str]:
         """Return the next strings, of any length.
 
-        A vocabulary has a hundred thousand: they are read in one loop up to the first that is wrong, which `string`
-        then names.
+        A vocabulary has a hundred thousand, so they are read in one tight loop up to the first that is wrong; `string`
+        then raises the error for it.
         """
         found, begin = list[str](), self.place + 8
         with suppress(struct.error, UnicodeDecodeError):
@@ -191,7 +194,7 @@ def _numbers(reader: _Reader, kind: int, count: int, what: str) -> Array:
     values: Array = np.frombuffer(reader.take(count * dtype.itemsize, what), dtype)
     if kind == BOOL and (values > 1).any():
         raise reader.fail(what, expected="0 or 1 for a truth value", actual=int(values.max()))
-    return values.astype(np.bool_) if kind == BOOL else values.copy()  # no view: the map can be closed
+    return values.astype(np.bool_) if kind == BOOL else values.copy()  # no view: the file will be unmapped
 
 
 def _alignment(reader: _Reader, metadata: dict[str, Value]) -> int:
@@ -214,7 +217,7 @@ class _Described:
 
 
 def _tensors(reader: _Reader, count: int) -> Iterator[_Described]:
-    """Yield the descriptions of tensors; their dimensions are in the file from the innermost on."""
+    """Yield the descriptions of tensors, with the outermost dimension first; the file has the innermost first."""
     seen: set[str] = set()
     for index in range(count):
         name = reader.string(f"the name of tensor {index}", 1, MAX_NAME_BYTES)
@@ -240,7 +243,7 @@ def _tensors(reader: _Reader, count: int) -> Iterator[_Described]:
 
 
 def _type(reader: _Reader, number: int, where: str) -> tuple[str, int, int]:
-    """Return the name of a type, and the weights and bytes of its blocks."""
+    """Return the name of a tensor type, and the elements and bytes of one of its blocks (1 element without blocks)."""
     if number in FLOAT_NUMBERS:
         dtype = FLOAT_NUMBERS[number]
         return dtype.safetensors_name, 1, dtype.itemsize
@@ -254,7 +257,11 @@ def _type(reader: _Reader, number: int, where: str) -> tuple[str, int, int]:
 
 
 def _entries(reader: _Reader, described: list[_Described], start: int, alignment: int) -> dict[str, TensorEntry]:
-    """Check that the tensors follow one another, each at the next multiple of the alignment, to the end of the file."""
+    """Return the places of the tensors, in the order of their descriptions.
+
+    Raises CheckpointError unless they follow one another, each at the next multiple of the alignment, to the end of the
+    file.
+    """
     end, entries = 0, dict[str, TensorEntry]()
     for tensor in sorted(described, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         where, place = f"tensor {quoted(tensor.name)}", -(-end // alignment) * alignment

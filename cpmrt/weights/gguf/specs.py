@@ -1,4 +1,4 @@
-"""Says how the weights of a model lie in a GGUF file: in blocks of which type, and in which order of rows."""
+"""Describes how a GGUF file holds the weights of a model: in blocks of which type, and in which order of rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DECLARED = (*BLOCK_TYPES, Q4_K_M)
 def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[TensorSpec, ...]:
     """Return the `specs` of a model in 16 bits as its GGUF file holds them, tensor by tensor.
 
-    A matrix all of whose sources are in blocks keeps them, each with its own type, and so does an embedding; a head
-    that is tied to it has them as a weight of its own. A tensor that is absent or of another shape keeps its spec:
-    `weights.check` refuses it.
+    A matrix all of whose sources are in blocks is held in these blocks, each source with its own type, and so is an
+    embedding; a head that is tied to such an embedding becomes a weight of its own, with the same blocks. The source of
+    a tensor that is absent or has another shape stays as it is: `weights.check` refuses it.
     """
     made = [_as_stored(spec, checkpoint) for spec in specs]
     by_name = {spec.name: spec for spec in made}
@@ -33,7 +33,10 @@ def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[Ten
 
 
 def without_blocks(specs: Sequence[TensorSpec], names: Collection[str]) -> tuple[TensorSpec, ...]:
-    """Return the `specs` with 16 bits for these, which are held in blocks; a tied head is its embedding again."""
+    """Return `specs` with the weights `names`, which are in blocks, held in 16 bits instead.
+
+    A head of these names that has the sources of its embedding is dropped: it is tied to the embedding again.
+    """
     embeddings = [spec.sources for spec in specs if spec.name.endswith("embed_tokens")]
     return tuple(
         replace(spec, quant=None) if spec.name in names else spec
@@ -43,9 +46,9 @@ def without_blocks(specs: Sequence[TensorSpec], names: Collection[str]) -> tuple
 
 
 def declared_blocks(specs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec, ...]:
-    """Return the `specs` with matrices in blocks of one type, or of llama.cpp's mixture Q4_K_M, for random weights.
+    """Return `specs` with matrices in blocks of the type `name`, or of llama.cpp's mixture Q4_K_M, for random weights.
 
-    Raises ConfigError for a type that is none.
+    Raises ConfigError for an unknown type, and for columns that make no whole blocks.
     """
     if name not in DECLARED:
         raise ConfigError("type of GGUF blocks", expected=" | ".join(DECLARED), actual=quoted(name))
@@ -60,7 +63,7 @@ def declared_blocks(specs: Sequence[TensorSpec], name: str) -> tuple[TensorSpec,
 
 
 def _layer_of(spec: TensorSpec) -> int:
-    """Return the number of the layer that a weight belongs to, -1 for none."""
+    """Return the number of the layer that a weight belongs to, or -1."""
     first, _, rest = spec.name.partition(".")
     return int(rest.partition(".")[0]) if first == "layers" else -1
 
@@ -102,14 +105,20 @@ def _stored(source: Source, checkpoint: Checkpoint) -> Source:
 
 
 def unpaired(num_rows: int, head_dim: int) -> tuple[int, ...]:
-    """Return where the rows of heads are that lie in pairs: row j of a head at 2 j, row j + head_dim / 2 at 2 j + 1."""
+    """Return the places in the file of a matrix's rows, in the model's order, where the rows of heads lie in pairs.
+
+    In each head's rows in the file, row j of the head is at 2 j and row j + head_dim / 2 at 2 j + 1.
+    """
     halves = (range(head + second, head + head_dim, 2) for head in range(0, num_rows, head_dim) for second in (0, 1))
     return tuple(chain.from_iterable(halves))
 
 
 def _held(spec: TensorSpec) -> Quantization | None:
-    """Return how an executor can hold the blocks of a spec; None for what is no matrix, or one that every product takes
-    in 16 bits, or is not all in blocks."""
+    """Return how an executor can hold the blocks of a spec.
+
+    None for a weight that is neither a matrix of a product nor an embedding, for `per_head` matrices, which their
+    products take in 16 bits, and for a weight whose sources are not all in blocks.
+    """
     packings = [source.packing for source in spec.sources if source.packing is not None]
     is_held = spec.product not in (None, "per_head") or spec.name == "embed_tokens"
     if not is_held or len(packings) < len(spec.sources):

@@ -1,8 +1,8 @@
-"""Makes the tokenizer.json and tokenizer_config.json that the tokenizer of a GGUF model would have in a folder.
+"""Makes the tokenizer.json and tokenizer_config.json that a GGUF model would have as a Hugging Face folder.
 
-A file has a list of tokens with a type each and either SentencePiece's scores ("llama") or the merges of byte-level BPE
-("gpt2"), whose way of cutting text into words has only a name. A file that carries a whole tokenizer.json is taken at
-its word.
+A file has a list of tokens with a type each, and either SentencePiece's scores ("llama") or the merges of byte-level
+BPE ("gpt2"); of the latter's way of cutting text into words it has only the name. If a file carries a whole
+tokenizer.json, that is taken instead.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAMED = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddi
 
 
 class TokenType(IntEnum):
-    """What a token is for, by the format's numbers."""
+    """The purpose of a token, by the format's numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -57,7 +57,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Value], path: Path) -> Vocabulary:
-        """Check the tokens of a file. Raises CheckpointError."""
+        """Return the vocabulary of a file, checked. Raises CheckpointError."""
         tokens = metadata.get(TOKENS)
         if not isinstance(tokens, list) or not tokens:
             raise CheckpointError(f"{path}: key {quoted(TOKENS)}", expected="a list of tokens", actual=quoted(tokens))
@@ -76,7 +76,7 @@ class Vocabulary:
         return found
 
     def mapping(self) -> dict[str, int]:
-        """Return the id of each token that is used; of two that look alike the first."""
+        """Return the id of each used token by its text; of two tokens with the same text that of the first."""
         used = np.flatnonzero(self.types != TokenType.UNUSED).tolist()
         return {self.tokens[token_id]: token_id for token_id in reversed(used)}
 
@@ -92,7 +92,7 @@ class Vocabulary:
         return self.tokens[token_id]
 
     def text(self, name: str) -> str | None:
-        """Return a string of the tokenizer; None where the file has none."""
+        """Return the string of a key of the tokenizer (`name` without `PREFIX`); None where the file lacks it."""
         value = self.metadata.get(PREFIX + name)
         if value is not None and not isinstance(value, str):
             key = quoted(PREFIX + name)
@@ -100,7 +100,7 @@ class Vocabulary:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a truth value of the tokenizer."""
+        """Return the truth value of a key of the tokenizer (`name` without `PREFIX`); `default` if it is absent."""
         value = self.metadata.get(PREFIX + name, default)
         if not isinstance(value, bool):
             key = quoted(PREFIX + name)
@@ -164,7 +164,10 @@ def _templates(metadata: Mapping[str, Value], path: Path) -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class _Parts:
-    """The components of a tokenizer.json, and the ids of tokens that are found by merging alone."""
+    """The components of a tokenizer.json, and the ids of the tokens that merging alone finds (`pieces`).
+
+    These are not listed as added tokens.
+    """
 
     components: dict[str, Any]
     pieces: set[int]
@@ -173,8 +176,8 @@ class _Parts:
 def _sentence_piece(vocabulary: Vocabulary) -> _Parts:
     """Return the parts of a tokenizer.json for a SentencePiece model of type BPE.
 
-    The pieces that its users defined have score 0. As in tokenizers that Hugging Face converts they are merged like
-    others, and before them; tokens that were added to the model later have another score.
+    The pieces that the model's users defined have score 0. As in tokenizers that Hugging Face converts, they are merged
+    like other pieces, but before them. Tokens that were added to the model later have another score.
     """
     normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
     decoders: list[dict[str, Any]] = [
@@ -202,10 +205,11 @@ def _sentence_piece(vocabulary: Vocabulary) -> _Parts:
 
 
 def _merges_of_scores(vocabulary: Vocabulary, pieces: set[int], scores: Array) -> list[str] | list[list[str]]:
-    """Return the pairs that make a token together, in the order in which SentencePiece merges: by the token's score.
+    """Return the pairs of pieces that make a token together, in SentencePiece's order of merging: by the token's score.
 
-    Of the pairs of one token that of the lower ids comes first, as in the tokenizer.json files of these models. A pair
-    is one string, which a hundred thousand of them are read faster as, or two where a piece has a space.
+    Of several pairs of one token that with the lower ids comes first, as in the tokenizer.json files of these models. A
+    pair is one string with a space between the pieces, since a hundred thousand of those are read faster; it is a list
+    of two strings if any piece contains a space.
     """
     ids = {vocabulary.tokens[token_id]: token_id for token_id in pieces}
     longest = max((len(token) for token in ids), default=0)
@@ -249,7 +253,7 @@ _MODELS = {"llama": _sentence_piece, "gpt2": _byte_pairs}
 
 
 def _numbers(value: Value | None, count: int, where: str) -> Array:
-    """Check a list of as many numbers as there are tokens."""
+    """Return a value that must be `count` finite numbers, one a token. Raises CheckpointError for any other value."""
     if not isinstance(value, np.ndarray) or len(value) != count or value.dtype == np.bool_:
         actual = f"{len(value)} values" if isinstance(value, (np.ndarray, list)) else quoted(value)
         raise CheckpointError(where, expected=f"{count} numbers, one a token", actual=actual)
@@ -260,7 +264,7 @@ def _numbers(value: Value | None, count: int, where: str) -> Array:
 
 def _listed(value: Value | None, key: str, path: Path) -> Sequence[str]:
     if not isinstance(value, list):
-        # A list of nothing has no type.
+        # The type of an empty list says nothing: it may have been written as a list of numbers.
         if isinstance(value, np.ndarray) and not value.size:
             return []
         raise CheckpointError(f"{path}: key {quoted(key)}", expected="a list of strings", actual=quoted(value))

@@ -1,4 +1,4 @@
-"""How byte-level BPE tokenizers of GGUF files cut text into words: the names in `tokenizer.ggml.pre`, a row each.
+"""The ways in which byte-level BPE tokenizers of GGUF files cut text into words: a row for each `tokenizer.ggml.pre`.
 
 Source: the tokenizer.json of the models that the names stand for, and llama.cpp, which defines the names.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from cpmrt.errors import UnsupportedModelError, quoted
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# The rule of GPT-4 and its heirs, which differ in how many digits make a word.
+# The pattern of GPT-4 and of its descendants, which differ in how many digits make a word.
 _GPT4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -24,8 +24,11 @@ _SIGN_AND_LETTERS = re.compile(r"[!-&(-/:-@\[-`{-~][A-Za-z]{2,}")
 
 @dataclass(frozen=True)
 class WordSplitter:
-    """The `patterns` that cut a text, one after another; whether a word that is a token needs no merges
-    (`ignores_merges`), and whether the text is composed first (Unicode's NFC)."""
+    """A way of cutting text into words: the regular expressions `patterns`, applied one after another.
+
+    `ignores_merges`: a word that is a token as a whole needs no merges. `composes`: the text is first composed
+    (Unicode's NFC).
+    """
 
     patterns: tuple[str, ...]
     ignores_merges: bool = False
@@ -33,7 +36,7 @@ class WordSplitter:
 
     @property
     def pre_tokenizer(self) -> dict[str, Any]:
-        """The component of a tokenizer.json."""
+        """The component `pre_tokenizer` of a tokenizer.json."""
         splits = [
             {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
             for pattern in self.patterns
@@ -58,10 +61,10 @@ _MINICPM5_JOINED = WordSplitter((_THREE_DIGITS, _GPT4.format(digits=r"\p{N}+")),
 
 
 def word_splitter(name: object, tokens: Sequence[str], where: str) -> WordSplitter:
-    """Return the row of a name; `where` says in errors where it stands. Raises UnsupportedModelError.
+    """Return the row of a `tokenizer.ggml.pre`; `where` names the key in errors. Raises UnsupportedModelError.
 
-    What is called minicpm5 cuts either as GPT-2 or as GPT-4 does behind its digits. Only the latter has words of a sign
-    and letters, such as "(self", and so only a vocabulary that was made with it has such tokens.
+    Two tokenizers are called minicpm5: after the digits one cuts as GPT-2 does, the other as GPT-4 does. Only the
+    latter's words can be a sign with letters, such as "(self", so such a token in the vocabulary tells it.
     """
     if not isinstance(name, str) or name not in _SPLITTERS:
         raise UnsupportedModelError(
@@ -74,7 +77,7 @@ def word_splitter(name: object, tokens: Sequence[str], where: str) -> WordSplitt
 
 
 def name_of(tokenizer_json: Mapping[str, Any]) -> str | None:
-    """Return the name under which GGUF knows how a tokenizer.json cuts text into words; None if it has none."""
+    """Return GGUF's name for the way in which a tokenizer.json cuts text into words; None if it has none."""
     patterns, ignores_merges = patterns_of(tokenizer_json), bool(tokenizer_json["model"].get("ignore_merges"))
     for name, row in (*_SPLITTERS.items(), ("minicpm5", _MINICPM5_JOINED)):
         if (patterns, ignores_merges) == (row.patterns, row.ignores_merges):
@@ -83,7 +86,7 @@ def name_of(tokenizer_json: Mapping[str, Any]) -> str | None:
 
 
 def patterns_of(tokenizer_json: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the patterns by which a tokenizer.json cuts text; None if it does more than a `WordSplitter` can."""
+    """Return the patterns by which a tokenizer.json cuts text; None if it cuts in a way that no `WordSplitter` can."""
     splitter = tokenizer_json.get("pre_tokenizer") or {}
     parts = splitter.get("pretokenizers") or [splitter]
     if not all(_is_plain(part) for part in parts):
@@ -92,7 +95,7 @@ def patterns_of(tokenizer_json: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 
 def _is_plain(part: Mapping[str, Any]) -> bool:
-    """Tell whether a component is one of those that a `WordSplitter` is made of."""
+    """Tell whether a component is of a kind that `WordSplitter.pre_tokenizer` has."""
     if part.get("type") == "Split":
         return part["behavior"] == "Isolated" and not part.get("invert") and "Regex" in part["pattern"]
     return part.get("type") == "ByteLevel" and not part.get("add_prefix_space", True)
