@@ -53,13 +53,14 @@ if TYPE_CHECKING:
     from kernel_timing import Gpu
 
 README = ROOT / "kernels_cu" / "README.md"
-# So many layers that one kind of weight alone is larger than any L2.
+# Number of layers of each shape: enough that the weights of one kind in all layers exceed any L2.
 LAYERS = {"minicpm4-8b": 8, "minicpm4-0.5b": 64}
 SEQUENCES, SHORT, LONG, CHUNK = 64, 2048, 131072, 4096
 DECODE_KEYS = ((1, 1088), (8, 1088), (64, 1088), (1, 4096), (1, 32768), (1, 131072))
 PREFILL_STARTS = (0, 28672, 122880)
 SELECTED_START, SELECTED_ROWS = 126976, 2048
-# Blocks that 12 neighbours choose together: at random (None), and as a trained model does (tools/sparse_evaluation).
+# Number of blocks that 12 neighbouring rows choose together: as random choices have it (None), and as a trained model
+# has it (tools/sparse_evaluation).
 SELECTED_UNIONS = (None, 226)
 COLD_BYTES = 400 << 20
 MOST_LAUNCHES = 256
@@ -67,7 +68,7 @@ _RANDOM = ("x", "q", "attention", "inner", "normed", "qkv", "gate_up", "k_pages"
 
 
 class Sieve(Launcher):
-    """Launches only what has the wanted label, and counts everything."""
+    """A launcher that launches only the kernel with the wanted label, and counts the launches of every label."""
 
     def __init__(self, stream: Any, modules: Modules):
         super().__init__(stream, modules, use_pdl=True)
@@ -75,18 +76,18 @@ class Sieve(Launcher):
         self.counts: Counter[Label] = Counter()
 
     def passes(self, label: Label) -> bool:
-        """Count it; return whether it is to be launched."""
+        """Count a launch with this label; return whether it is the wanted one, which is to be launched."""
         self.counts[label] += 1
         return label == self.wanted
 
     def __call__(self, spec: KernelSpec, constants: Any, grid: Any, block: int, *args: Any, **options: Any) -> None:
         depth = macros_of(constants).get("IN_FEATURES", 0)
-        if spec is GEMM or self.passes((spec.name, 0, depth)):  # products have been looked at before
+        if spec is GEMM or self.passes((spec.name, 0, depth)):  # SievedGemm has filtered products already
             super().__call__(spec, constants, grid, block, *args, **options)
 
 
 class SievedGemm(Gemm):
-    """Products of a chunk, called `name`."""
+    """The products of a chunk, filtered by a sieve; their labels begin with `name`."""
 
     def __init__(self, name: str, sieve: Sieve, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -98,7 +99,11 @@ class SievedGemm(Gemm):
 
 
 class Bench:
-    """A shape on random weights, its kernels one by one. `ceilings` are of bytes and of operations, a second."""
+    """Times the kernels of one shape with random weights, one by one.
+
+    `ceilings` are the most bytes and operations a second (keys "byte", "FLOP"); only kernels with `wanted` in their
+    title are timed.
+    """
 
     def __init__(
         self, gpu: Gpu, shape: str, config: ModelConfig, settings: EngineConfig, ceilings: dict[str, float], wanted: str
@@ -111,7 +116,7 @@ class Bench:
         plan = plan_model(config, settings, itemsize=2, max_context=context, needs=needs, specs=specs)
         arena = gpu.arena(plan)
         self.arrays, self.caches = held_arrays(arena, gpu.device), plan.caches
-        self.arrays.pop("packed_counter", None)  # without it the products of a layer are launched one by one
+        self.arrays.pop("packed_counter", None)  # without the counter each product of a layer is a launch of its own
         gpu.randomise(everything, arena, specs)
         for array in map(self.arrays.get, _RANDOM):
             distribution = np.int64(array.size), np.uint64(1), np.float32(0), np.float32(1)
@@ -149,7 +154,7 @@ class Bench:
             yield from self._each(partial(self.library.decode, rows), f"T={rows}{suffix}", costs)
 
     def prefill(self) -> Iterator[Line]:
-        """Time everything in a chunk but attention, the products by the library and by the own kernel."""
+        """Time everything in a chunk except attention; the products both by the library and by our own kernel."""
         self._set_rows(np.zeros(CHUNK), np.arange(CHUNK))
         case = f"T={CHUNK}"
         library = product_costs(self.config, CHUNK, "cuBLASLt") | chunk_costs(self.config, CHUNK)
@@ -157,7 +162,7 @@ class Bench:
         yield from self._each(partial(self.own.chunk, CHUNK), case, product_costs(self.config, CHUNK, "gemm"))
 
     def decode_attention(self, rows: int, keys: int) -> Iterator[Line]:
-        """Time attention in turns over layers and slots, so that no key is in the L2."""
+        """Time attention of a decode step, taking layers and slots in turn, so that no key is in the L2."""
         num_slots = len(self.arrays["block_tables"])
         self._set_rows(np.arange(num_slots), np.full(num_slots, keys - 1))
         num_bytes = 4.0 * rows * keys * self.config.attention.kv_size
@@ -176,15 +181,18 @@ class Bench:
         yield from self._each(enqueue, f"T={rows}, {keys:,} keys", cost)
 
     def prefill_attention(self, start: int) -> Iterator[Line]:
-        """Time the attention of a chunk behind `start` keys."""
+        """Time the attention of a chunk that follows `start` keys."""
         self._set_chunk(start, CHUNK)
         flops = 4.0 * self.config.attention.q_size * CHUNK * (start + (CHUNK + 1) / 2)
-        names = ("prefill_attention", "prefill_attention_wgmma")  # one of which the device takes
+        names = ("prefill_attention", "prefill_attention_wgmma")  # the device has one of the two
         costs = {(name, 0, 0): Cost(name, "FLOP", flops) for name in names}
         yield from self._each(partial(self._attend_chunk, CHUNK, None), f"T={CHUNK} behind {start:,}", costs)
 
     def selected_attention(self, union: int | None) -> Iterator[Line]:
-        """Time a chunk over blocks of which TOGETHER neighbours choose so many, where neighbours go together."""
+        """Time the attention of a chunk over chosen blocks, by the kernel that takes neighbouring rows together.
+
+        TOGETHER neighbouring rows choose `union` blocks in all.
+        """
         attention, rows, rng = self.config.attention, SELECTED_ROWS, np.random.default_rng(0)
         assert attention.sparse is not None
         blocks = planted_choices(SELECTED_START, rows, attention.num_kv_heads, attention.sparse, union, rng)
@@ -209,13 +217,13 @@ class Bench:
         return Rows(tokens, positions, of_slots, self.arrays["block_tables"], is_prefill)
 
     def _operands(self, rows: int, layer: int) -> tuple[Any, Any, KVPages, float]:
-        """Return output, queries, a layer's pages, and the factor of attention."""
+        """Return the operands of attention in a layer: output, queries, KV pages and softmax scale."""
         pages = self.caches.of_layer(layer, self.arrays)
         kv = KVPages(pages["k_pages"], pages["v_pages"])
         return self.arrays["attention"][:rows], self.arrays["q"][:rows], kv, self.config.attention.head_dim**-0.5
 
     def _each(self, enqueue: Callable[[], None], case: str, costs: dict[Label, Cost]) -> Iterator[Line]:
-        """Yield a line for each kernel that `enqueue` launches, if its cost is known and it was asked for."""
+        """Yield a line for each kernel that `enqueue` launches, if its cost is known and its title was asked for."""
         self.sieve.wanted = None
         self.sieve.counts.clear()
         enqueue()
@@ -240,10 +248,10 @@ class Bench:
 def lines_of(
     gpu: Gpu, shape: str, ceilings: dict[str, float], wanted: str, row_counts: Iterable[int]
 ) -> Iterator[Line]:
-    """Yield every measurement of a shape. Of layers with packed weights there are twice as many."""
+    """Yield every measurement of a shape. Models with packed weights have twice as many layers."""
 
     def bench(sequences: int, context: int, sparse: SparseSetting = "off", **overrides: Any) -> Bench:
-        gc.collect()  # the arena of the one before
+        gc.collect()  # frees the arena of the bench before
         config_json = shape_config(shape) | {"num_hidden_layers": LAYERS[shape]} | overrides
         config = ModelConfig.from_hf(with_sparse_setting(config_json, sparse))
         chunk = CHUNK if sequences == 1 else 64
@@ -273,7 +281,7 @@ def lines_of(
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and print; the exit code."""
+    """Measure and print. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=LAYERS, help="may be repeated (default: both)")
     parser.add_argument("--kernel", default="", help="only kernels with this in their name")

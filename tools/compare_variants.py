@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 _BEFORE_SETTING = re.compile(r",(?=[A-Za-z_][\w.]*:)")
-"""A comma behind which MODULE:NAME=VALUE begins: a value may have commas of its own."""
+"""A comma followed by MODULE:NAME=VALUE; other commas belong to a value."""
 _RUN = """
 import ast, importlib, sys
 for place, value in ast.literal_eval(sys.argv[1]):
@@ -42,7 +42,7 @@ sys.exit(main(["bench", *sys.argv[2:]]))
 
 @dataclass(frozen=True)
 class Variant:
-    """A tree, and the constants that it has otherwise: where they are, and their values."""
+    """A source tree to measure, and the constants to change in it as (MODULE:NAME, value)."""
 
     label: str
     folder: Path
@@ -50,7 +50,7 @@ class Variant:
 
 
 def parse_variant(text: str) -> Variant:
-    """Read LABEL=FOLDER,MODULE:NAME=VALUE,... Raises ArgumentTypeError."""
+    """Parse LABEL=FOLDER,MODULE:NAME=VALUE,... Raises ArgumentTypeError."""
     label, equals, rest = text.partition("=")
     folder, *settings = _BEFORE_SETTING.split(rest)
     if not label or not equals or not (Path(folder) / "cpmrt").is_dir():
@@ -81,14 +81,14 @@ def bench(variant: Variant, arguments: Sequence[str]) -> Mapping[str, float]:
 
 
 def speeds_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """What the benchmark's JSON says of decoding, by case."""
+    """Return the decode speed of each case, in tokens a second, from the benchmark's JSON."""
     measured = [case["measurement"] for case in record["cases"]]
     names = ("prompt_tokens", "new_tokens", "sequences")
     return {":".join(str(one["case"][name]) for name in names): one["decode_tokens_per_s"] for one in measured}
 
 
 def table(labels: Sequence[str], rounds: Sequence[Sequence[Mapping[str, float]]]) -> str:
-    """A line for each variant and case: the median, how far it is from the first variant's, and each round's speed."""
+    """Return a line per case and variant: the median, its distance from the first variant's, and each round's speed."""
     lines = []
     for case in rounds[0][0]:
         speeds = [[of_round[place][case] for of_round in rounds] for place in range(len(labels))]
@@ -100,7 +100,7 @@ def table(labels: Sequence[str], rounds: Sequence[Sequence[Mapping[str, float]]]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options, run, print the table."""
+    """Parse the options, run the benchmarks and print the table. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="+", type=parse_variant, metavar="LABEL=FOLDER[,MODULE:NAME=VALUE]...")
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="runs of each (default: %(default)s)")

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 from dev_venv import PYTHON, ROOT, VENV, ensure_installed, fail
 
 TIERS = {(): ("first",), ("--all",): ("first", "all"), ("--rest",): ("all",)}
-"""The tiers of tests that `test` with these arguments runs."""
+"""Arguments of the command `test` -> the tiers of tests that it runs."""
 MOST_WORKERS = 8
 CI_SEED = 0
 
@@ -37,7 +37,7 @@ It is done again only when pyproject.toml, the Python version or the driver chan
 
 
 class Stage(NamedTuple):
-    """One command of the check, for the Python of the venv."""
+    """One command of the checks: its name, and its arguments for the Python of the venv."""
 
     name: str
     arguments: tuple[str, ...]
@@ -45,7 +45,7 @@ class Stage(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a stage went: a row of the summary."""
+    """The outcome of a stage, which is a row of the summary."""
 
     name: str
     verdict: str
@@ -68,21 +68,24 @@ def execute(*arguments: str) -> NoReturn:
 
 
 def test_environment() -> dict[str, str]:
-    """The environment of the tests: BLAS with one thread in each of the processes that run side by side, and bytecode
-    kept, which the workers and the many programs that tests start share."""
+    """Return the environment of the tests. BLAS has one thread in each of the parallel processes, and bytecode is kept,
+    as the workers and the many programs that tests start share it."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def pytest_stages(tier: str) -> list[Stage]:
-    """The tests of one tier, a process for each core; those that measure the machine follow alone, with the second."""
+    """Return the stages of one tier of tests, each with a process per core.
+
+    The second tier also has a stage for tests that measure the machine, which run alone.
+    """
     workers = str(max(2, min(MOST_WORKERS, len(os.sched_getaffinity(0)))))
     side_by_side = ("-m", "pytest", "-q", "-n", workers, "--dist", "worksteal")
     environment = test_environment()
     if tier == "first":
         return [Stage("tests", (*side_by_side, "-m", "not all and not gpu and not alone"), environment)]
     environment["CPMRT_LOAD_SECONDS"] = "20"
-    # A commit fails in CI for what it changed, and not for what was drawn this time.
+    # In CI examples are the same each time, so that a commit fails for what it changed and not by chance.
     seed = CI_SEED if os.environ.get("CI") else int.from_bytes(os.urandom(4), "big")
     drawing = ("--hypothesis-profile=long", f"--hypothesis-seed={seed}")
     print(f"examples: {' '.join(drawing)} draws the same again", flush=True)
@@ -94,7 +97,7 @@ def pytest_stages(tier: str) -> list[Stage]:
 
 
 def run_stage(stage: Stage, is_quiet: bool = False) -> Outcome:
-    """Run one command in the repository root. A quiet one shows what it says only if it fails, in one piece."""
+    """Run one command in the repository root. If `is_quiet`, its output is shown only if it fails, in one piece."""
     import subprocess
 
     begun, told = time.monotonic(), subprocess.PIPE if is_quiet else None
@@ -110,7 +113,7 @@ def run_stage(stage: Stage, is_quiet: bool = False) -> Outcome:
 
 
 def run_checks(tiers: Sequence[str], installation_s: float) -> int:
-    """Run every stage even if one fails, the checks of the text beside the tests; 1 if any failed."""
+    """Run every stage even if one fails, the static checks at the same time as the tests. Return 1 if any failed."""
     from concurrent.futures import ThreadPoolExecutor
 
     started, quiet = time.monotonic(), CHECKS_OF_TEXT if "first" in tiers else ()
@@ -130,7 +133,7 @@ def run_checks(tiers: Sequence[str], installation_s: float) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command; the exit code."""
+    """Run one command. Return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP)
         return 0

@@ -1,6 +1,6 @@
 """The virtual environment of tools/dev.py: `.venv` beside pyproject.toml, made when it is needed and kept up to date.
 
-Standard library only. Where it is current the cost is one small file read.
+Standard library only. If the environment is up to date the cost is one small file read.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "cpmrt-install.json"
 LOG = VENV / "cpmrt-install.log"
-"""What venv and pip said when they last ran."""
+"""The output of venv and pip when they last ran."""
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """Say `message` on one line of stderr and exit."""
+    """Write `message` on one line of stderr and exit."""
     print(f"tools/dev.py: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def note(message: str) -> None:
-    """Progress goes to stderr: stdout belongs to the command that is run."""
+    """Write a line of progress to stderr: stdout belongs to the command that is run."""
     print(f"tools/dev.py: {message}", file=sys.stderr, flush=True)
 
 
 def run_quietly(what: str, command: Sequence[str | Path]) -> int:
-    """Run a command whose output goes to the log; the exit code. One line of stderr says `what` is being done.
+    """Run a command whose output goes to the log, and return its exit code. One line of stderr says `what` is done.
 
-    On a terminal a spinner, the seconds and what the command does just now stand behind it.
+    On a terminal it is followed by a spinner, the seconds and the last words of the log.
     """
     import subprocess
 
@@ -72,7 +72,7 @@ def draw(line: str) -> None:
 
 
 def last_words(path: Path) -> str:
-    """The beginning of the last line of a log, such as "Downloading numpy-2.4.6"."""
+    """Return the first two words of the last line of a log, such as "Downloading numpy-2.4.6"."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 2000))
         lines = file.read().decode("utf-8", "replace").split("\n")
@@ -81,9 +81,10 @@ def last_words(path: Path) -> str:
 
 
 def cuda_driver_version(initialise: bool) -> int:
-    """CUDA version of the NVIDIA driver (12080 is 12.8), 0 where there is none or, if asked, it does not start.
+    """Return the CUDA version of the NVIDIA driver (12080 is 12.8), 0 without a driver.
 
-    `cuInit` takes a large part of a second on a big machine; the version alone is read without it.
+    With `initialise` it is also 0 if `cuInit` fails. That call takes a large part of a second on a big machine; the
+    version can be read without it.
     """
     import ctypes
 
@@ -101,14 +102,14 @@ def cuda_driver_version(initialise: bool) -> int:
 
 
 def cuda_extra(driver_version: int) -> str:
-    """The extra whose CUDA wheels this driver runs, '' if there is none."""
+    """Return the name of the extra whose CUDA wheels this driver runs, '' if there is none."""
     if driver_version >= 13000:
         return "cuda13"
     return "cuda12" if driver_version >= 12000 else ""
 
 
 def defined_extras(pyproject: str) -> set[str]:
-    """Names in `[project.optional-dependencies]`, found in the text: tomllib came with Python 3.11."""
+    """Return the names in `[project.optional-dependencies]`, found as text, as tomllib came only with Python 3.11."""
     extras, inside = set(), False
     for line in pyproject.splitlines():
         if line.startswith("["):
@@ -119,14 +120,15 @@ def defined_extras(pyproject: str) -> set[str]:
 
 
 def pyproject_hash() -> str:
-    """What decides whether the installed package and tools are still the ones asked for."""
+    """Return the hash of pyproject.toml, which decides whether the installed package and tools are still right."""
     return hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
 
 
 def read_stamp() -> dict[str, Any]:
-    """What is installed, {} if that is not known.
+    """Return the record of what is installed; {} if there is none, {"python": ""} if it is unreadable.
 
-    `python` and `root` are those of the venv, '' while it is being made. `pyproject` is '' while pip runs.
+    `python` (version) and `root` (checkout) are those of the venv; `python` is '' while it is being made. `pyproject`
+    is '' while pip runs.
     """
     try:
         stamp = json.loads(STAMP.read_text())
@@ -138,7 +140,7 @@ def read_stamp() -> dict[str, Any]:
 
 
 def write_stamp(python: str, pyproject: str = "", driver: int = 0, extras: tuple[str, ...] = ()) -> None:
-    """Replace the stamp in one step, so that no other process reads half of it."""
+    """Write the record of what is installed, in one step, so that no other process reads half of it."""
     stamp = {"python": python, "root": str(ROOT), "pyproject": pyproject, "driver": driver, "extras": extras}
     fresh = STAMP.with_suffix(".new")
     fresh.write_text(json.dumps(stamp))
@@ -146,7 +148,7 @@ def write_stamp(python: str, pyproject: str = "", driver: int = 0, extras: tuple
 
 
 def is_current(stamp: dict[str, Any], wanted: set[str]) -> bool:
-    """Whether the venv holds this pyproject.toml with at least the `wanted` extras and the driver's CUDA."""
+    """Whether the venv was made for this pyproject.toml and this driver, with at least the `wanted` extras."""
     if (stamp.get("python"), stamp.get("root")) != (PYTHON_VERSION, str(ROOT)):
         return False
     if stamp.get("pyproject") != pyproject_hash() or not wanted <= set(stamp.get("extras", ())):
@@ -159,7 +161,7 @@ def is_current(stamp: dict[str, Any], wanted: set[str]) -> bool:
 
 @contextlib.contextmanager
 def only_one_installer() -> Iterator[None]:
-    """Hold a lock on pyproject.toml: it is outside the venv, always there, and needs no file of its own."""
+    """Hold a lock on pyproject.toml, which is outside the venv and always there, so that no lock file is needed."""
     with open(ROOT / "pyproject.toml", "r+b") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -170,7 +172,7 @@ def only_one_installer() -> Iterator[None]:
 
 
 def ensure_installed(wanted: set[str]) -> None:
-    """Make the venv and install cpmrt with the `wanted` extras, unless that is already so."""
+    """Make the venv and install cpmrt with the `wanted` extras, unless both are up to date."""
     if is_current(read_stamp(), wanted):
         return
     with only_one_installer():
@@ -209,7 +211,10 @@ def venv_works() -> bool:
 
 
 def make_venv() -> None:
-    """A new, empty venv in place of whatever is there. The stamp goes last: interrupted, it is made again."""
+    """Make a new, empty venv in place of whatever is there.
+
+    The stamp says so from the beginning, so that after an interruption the venv is made again.
+    """
     import importlib.util
     import shutil
 
@@ -218,7 +223,7 @@ def make_venv() -> None:
             f"Python {PYTHON_VERSION} here cannot make a venv (no ensurepip); install the package python3-venv "
             f"(Debian, Ubuntu: sudo apt install python{PYTHON_VERSION}-venv) and try again"
         )
-    if VENV.is_symlink():  # what it leads to is of another checkout, which still needs it
+    if VENV.is_symlink():  # its target belongs to another checkout, which still needs it
         VENV.unlink()
     VENV.mkdir(exist_ok=True)
     write_stamp("")
@@ -235,7 +240,7 @@ def make_venv() -> None:
 
 
 def pip_install(extras: tuple[str, ...]) -> None:
-    """Install cpmrt editable. What pip says is in the log, which a failure names before it ends the program."""
+    """Install cpmrt as an editable package. Exits the program on failure, naming the log with pip's output."""
     target = "." + (f"[{','.join(extras)}]" if extras else "")
     command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--editable", target]
     code = run_quietly(f"installing cpmrt{target[1:]} into {VENV.name}", command)
@@ -248,6 +253,6 @@ def pip_install(extras: tuple[str, ...]) -> None:
             print(line, file=sys.stderr)
     if "connection broken by" in " ".join(said.split()):
         note("the package index cannot be reached: check the network, the proxy settings and PIP_INDEX_URL")
-    # A signal's negative number is no exit code; shells report it as 128 and the signal.
+    # A process that a signal ended has a negative code; shells report that as 128 plus the signal.
     code = code if code > 0 else 128 - code
     fail(f"pip could not install cpmrt (exit code {code}); all that it said is in {LOG}", code)

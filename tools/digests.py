@@ -48,8 +48,11 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model (`shape`: a shape of the benchmark, "tiny", or "demo", the bundled model), `LLM`'s settings, and the
-    numbers of rows of the decode steps."""
+    """A model with settings to digest.
+
+    `shape` is a shape of the benchmark, "tiny", or "demo" (the bundled model); `settings` are arguments of `LLM`;
+    `rows` are the numbers of rows of decode steps.
+    """
 
     name: str
     shape: str
@@ -61,7 +64,7 @@ class Case:
 
 
 def reference_cases() -> Iterator[Case]:
-    """Small models on the NumPy executor."""
+    """Yield the cases for the NumPy executor: small models."""
     for dtype in ("bfloat16", "float16"):
         yield Case(f"demo {dtype}", "demo", {"dtype": dtype, "max_sequences": 4}, rows=(1, 4), prompt_tokens=200)
         yield Case(f"tiny {dtype}", "tiny", {"dtype": dtype, "max_sequences": 12}, rows=(1, 8, 12))
@@ -78,7 +81,7 @@ def reference_cases() -> Iterator[Case]:
 
 
 def cuda_cases() -> Iterator[Case]:
-    """The shapes of the speed tables, and the bundled model."""
+    """Yield the cases for the CUDA executor: the shapes of the speed tables, and the bundled model."""
     for dtype in ("bfloat16", "float16"):
         yield Case(f"demo {dtype}", "demo", {"dtype": dtype, "max_sequences": 12}, rows=(1, 8, 12), prompt_tokens=200)
     for draft, trees in SPECULATE.items():
@@ -105,7 +108,7 @@ def cuda_cases() -> Iterator[Case]:
 
 
 def digest(case: Case, executor: str) -> str:
-    """The digest of everything that the case computes."""
+    """Return the digest of everything that the case computes."""
     sha = hashlib.sha256()
     with opened(case, executor) as llm:
         vocab, runner = llm.config.vocab_size, llm.executor
@@ -125,7 +128,7 @@ def digest(case: Case, executor: str) -> str:
 
 
 def decoded(executor: Executor, count: int, prompt: Sequence[int], steps: int) -> Iterator[StepResult]:
-    """`count` sequences of different lengths, greedy and sampled, in the rows of common decode steps."""
+    """Yield the results of `count` sequences that decode together, of different lengths, greedy and sampled."""
     slots = tuple(range(count))
     for slot in slots:
         params = GREEDY if slot % 2 == 0 else SAMPLED
@@ -137,7 +140,7 @@ def decoded(executor: Executor, count: int, prompt: Sequence[int], steps: int) -
 
 
 def speculated(executor: Executor, prompt: Sequence[int], steps: int) -> Iterator[StepResult]:
-    """Speculative steps of every shape with plain ones between, of a greedy and of a sampled sequence.
+    """Yield the results of speculative steps of every shape and plain steps, of a greedy and a sampled sequence.
 
     The prompt repeats itself, so that lookup finds something."""
     short = tuple(prompt[:100]) * 2
@@ -168,7 +171,7 @@ def _hash_results(sha: Any, results: Iterable[StepResult]) -> None:
 
 @contextmanager
 def opened(case: Case, executor: str) -> Iterator[LLM]:
-    """The case's model, with the files that random weights need in a temporary folder."""
+    """Yield the case's model. The files that random weights need are in a temporary folder."""
     if case.shape == "demo":
         with LLM(executor=executor, **case.settings) as llm:
             yield llm
@@ -186,7 +189,7 @@ def opened(case: Case, executor: str) -> Iterator[LLM]:
 
 
 def read_digests(text: str) -> dict[str, str]:
-    """Return what an earlier call has written. Raises ArgumentTypeError: a wrong file is told before the cases run."""
+    """Return the digests in a file of --write. Raises ArgumentTypeError, so that a wrong file stops the run early."""
     try:
         digests = json.loads(Path(text).read_text())
     except (OSError, ValueError) as error:
@@ -197,7 +200,7 @@ def read_digests(text: str) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compute, print, write and compare; 1 if a digest differs or a case failed."""
+    """Compute, print, write and compare the digests. Return 1 if one differs or a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--executor", choices=("reference", "cuda"), required=True)
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose names it finds")
@@ -206,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     every = list(reference_cases() if args.executor == "reference" else cuda_cases())
     cases = [case for case in every if re.search(args.only, case.name)]
-    if not cases:  # or no case at all would pass for equality
+    if not cases:  # no case at all would count as equal
         parser.error(f"--only: {args.only!r} finds none of {', '.join(case.name for case in every)}")
     found: dict[str, str] = {}
     for case in cases:

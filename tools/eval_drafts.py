@@ -116,7 +116,7 @@ class DraftEvaluation:
             self.plain = plain_tokens(llm, self.texts, TEMPERATURES, options.tokens)
 
     def report(self) -> Iterator[str]:
-        """Yields Markdown as soon as it is known; writes --json at the end."""
+        """Yields the report as parts of Markdown, each as soon as it is measured; writes --json at the end."""
         yield self._settings()
         outcomes = [
             self._measured(Variant(name, shape, layer_bits=self.options.layer_bits))

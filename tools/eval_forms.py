@@ -74,7 +74,7 @@ TOOL_CALL = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a line for each figure; returns the exit code."""
+    """Print a line for each figure. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--tokenizer", type=Path, help="the tokenizer.json of a shape")
@@ -120,7 +120,7 @@ def _model(wish: argparse.Namespace) -> Iterator[tuple[str | None, str | None]]:
 
 
 def _drafting(draft: str | None, wish: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of drafts: of a draft with layers one tree, which saves most of the kernels."""
+    """Return the arguments of `LLM` about drafts. A draft with layers gets one tree, so that few kernels are built."""
     if draft is None:
         return {}
     speculate = {"adaptive": False} | (_TREE if wish.draft != "lookup" else {})
@@ -144,9 +144,9 @@ def _report(llm: LLM, counts: Counter[str], wish: argparse.Namespace) -> None:
 def _best_rate(
     llm: LLM, counts: Counter[str], fields: dict[str, Any], wish: argparse.Namespace
 ) -> tuple[float, str, str]:
-    """Return tokens a second, or steps where what drafts are worth is left to chance, of the fastest of some runs.
+    """Return the rate of the fastest run, its unit, and a text on the tokens and time of its mean step.
 
-    The last value tells what its mean step gave and took.
+    The rate is in tokens a second, or in steps if accepted drafts are left to chance (no --simulate-accept).
     """
     runs, counts_steps = [], wish.draft is not None and wish.simulate_accept is None
     for repeat in range(wish.repeats):
@@ -163,7 +163,7 @@ def _best_rate(
 
 
 def _first_masks(llm: LLM) -> None:
-    """Time from a schema to the mask of its first token, for 300 schemas, once the vocabulary is read."""
+    """Print the time from a schema to the mask of its first token, for 300 schemas, after the vocabulary was read."""
     grammars, times = llm.maker.grammars, []
     grammars.prepare()
     for schema in schemas(300, seed=1):
@@ -177,7 +177,7 @@ def _first_masks(llm: LLM) -> None:
 
 
 def _saved_steps(llm: LLM, counts: Counter[str]) -> None:
-    """Share of the steps of plain decoding that certain tokens save in a call of a tool."""
+    """Print the share of plain decoding's steps that certain tokens save in a tool call."""
     tokens = steps = 0
     for seed in range(10):
         counts.clear()

@@ -32,8 +32,11 @@ from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table. `options` are those of `cpmrt quantize`; None: the bundled checkpoint as it is, or another
-    `folder`, or, as a file of this type, `gguf`."""
+    """A row of the table.
+
+    `options` are those of `cpmrt quantize` for the bundled checkpoint. If they are None the row is the checkpoint in
+    `folder`, the bundled one as a GGUF file of type `gguf`, or the bundled one as it is.
+    """
 
     label: str
     options: tuple[str, ...] | None
@@ -124,7 +127,7 @@ def _rows(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _opened(variant: Variant, calibration: Path, options: argparse.Namespace) -> LLM:
-    """Opens the model of a row, quantised first if its checkpoint is not there."""
+    """Opens the model of a row, after making its checkpoint if it is not there."""
     folder = variant.folder
     if variant.gguf:
         folder = options.work / f"{variant.gguf}.gguf"

@@ -90,7 +90,7 @@ class SparseEvaluation:
         self.dense: list[Predictions] = []
 
     def measure(self) -> Iterator[dict[str, Any]]:
-        """Yields the results known so far after every setting."""
+        """Yields results by part: those known so far after every setting, then those of the other parts."""
         needles: dict[str, Any] = {}
         text: dict[str, Any] = {}
         for setting in SETTINGS if self.haystacks or self.windows else ():
@@ -121,7 +121,7 @@ class SparseEvaluation:
         return {length: [self._haystack(length, rng) for _ in range(self.options.haystacks)] for length in self.lengths}
 
     def _needles(self, llm: LLM) -> dict[str, Any]:
-        """Returns the shares of statements found by length and depth, and how many a decoding run confirms."""
+        """Returns the shares of statements found, by length and depth, and how many results a decoding run confirms."""
         grid, asked, same = {}, 0, 0
         for length, haystacks in self.haystacks.items():
             hits = [found(llm, haystack) for haystack in haystacks]
@@ -133,7 +133,7 @@ class SparseEvaluation:
         return {"grid": grid, "decoded": {"asked": asked, "same": same}}
 
     def _spans(self, llm: LLM) -> list[dict[str, Any]]:
-        """Compares predictions with those of dense attention, whose turn comes first."""
+        """Compares the predictions with those of dense attention, which is the first setting to be measured."""
         own = [predictions(llm, window, self.options.stride) for window in self.windows]
         self.dense = self.dense or own
         edges = [0, *self.lengths]
@@ -153,7 +153,7 @@ class SparseEvaluation:
         return parts
 
     def _mass(self, token_ids: Tokens, positions: Iterable[int]) -> dict[str, Any]:
-        """Measures attention shares at some positions of a text, which goes through the NumPy ops."""
+        """Measures the share of attention in chosen blocks at some positions of a text, on the NumPy executor."""
         length = len(token_ids)
         labels = {setting.label: config for setting in SETTINGS if (config := setting.config) is not None}
         with self._opened(ALWAYS_SPARSE, "reference", length) as llm:
@@ -164,7 +164,10 @@ class SparseEvaluation:
         return {"length": length, "settings": found_shares}
 
     def _unions(self, setting: Setting) -> dict[str, Any]:
-        """Counts blocks at the end of each length of a text, in the last whole chunk whose rows leave blocks out."""
+        """Counts the blocks that neighbours choose together, in the last whole chunk of each length of a text.
+
+        Lengths whose last chunk has rows that leave no blocks out are skipped.
+        """
         config = setting.config
         assert config is not None
         window = self.text.windows(1, max(self.lengths))[0].tolist()
@@ -187,7 +190,7 @@ class SparseEvaluation:
 
 
 def store(out: Path, facts: dict[str, Any], parts: dict[str, Any]) -> str:
-    """Adds to results.json, writes everything that follows from it and returns the tables."""
+    """Adds results to results.json, writes the tables of all results there, and returns them."""
     path = out / "results.json"
     results = (json.loads(path.read_text()) if path.exists() else {}) | facts | parts
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

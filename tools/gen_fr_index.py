@@ -35,7 +35,7 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def text_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yields the files themselves and all text files in the folders. Raises CheckpointError where a folder has none."""
+    """Yields the paths that are files, and all text files in folders. Raises CheckpointError if a folder has none."""
     for path in paths:
         if not path.is_dir():
             yield path
@@ -47,7 +47,7 @@ def text_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """Yields a file's text in pieces, cut after a line break where there is one. Raises CheckpointError."""
+    """Yields a file's text in pieces, cut after line breaks where possible. Raises CheckpointError."""
     with open_file(path) as file:
         yield from _documents(file, path) if path.suffix == ".jsonl" else _blocks(file)
 
@@ -55,7 +55,7 @@ def pieces(path: Path) -> Iterator[str]:
 def _blocks(file: BinaryIO) -> Iterator[str]:
     rest = b""
     while block := file.read(_PIECE_BYTES):
-        # Without a line break in all of it, a word or a character may be cut in two: one token among many.
+        # A block without a line break may cut a word or a character in two, which is one token among many.
         end = block.rfind(b"\n") + 1 or len(block)
         yield (rest + block[:end]).decode("utf-8", "replace")
         rest = block[end:]
@@ -74,7 +74,7 @@ def _documents(file: BinaryIO, path: Path) -> Iterator[str]:
 
 
 def count_tokens(texts: Iterator[str], library: tokenizers.Tokenizer, vocab_size: int) -> Counts:
-    """Counts each token below `vocab_size`: int64 [vocab_size]. Only a few texts are in memory at a time."""
+    """Returns the count of each token below `vocab_size`, int64 [vocab_size]. Few texts are in memory at a time."""
     counts = np.zeros(vocab_size, np.int64)
     # JSON may hold halves of surrogate pairs.
     texts = (text.encode("utf-8", "replace").decode() for text in texts)
@@ -87,9 +87,9 @@ def count_tokens(texts: Iterator[str], library: tokenizers.Tokenizer, vocab_size
 
 
 def ranked(counts: Counts, size: int, always: frozenset[int]) -> list[int]:
-    """Returns `size` ids: the most frequent ones, the lower id first where two are equal, then `always`, ascending.
+    """Returns `size` ids: the most frequent ones (of equal ones the lower id first), then those of `always`, ascending.
 
-    Raises ConfigError if there are not so many.
+    Raises ConfigError if the vocabulary has fewer, or `always` leaves no room for others.
     """
     if not len(always) < size <= len(counts):
         expected = f"more than the {len(always)} special tokens, at most the vocabulary's {len(counts)}"
@@ -100,7 +100,7 @@ def ranked(counts: Counts, size: int, always: frozenset[int]) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Counts, writes the lists and prints how much of the text each covers."""
+    """Counts tokens, writes the lists and prints the share of the text that each covers. Returns the exit code."""
     options = _parse(arguments)
     try:
         folder = ModelFolder.open(options.model, weights=False)
@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         ends = (*tokenizer.special_ids, *tokenizer.eos_token_ids, *folder.config.eos_token_ids)
         always = frozenset(token for token in ends if token < vocab_size)
         for size in options.sizes:
-            ranked(np.zeros(vocab_size, np.int64), size, always)  # better refused before the work than after it
+            ranked(np.zeros(vocab_size, np.int64), size, always)  # refuse a wrong size before the work
         options.out.mkdir(parents=True, exist_ok=True)
         texts = (text for path in text_files(options.text) for text in pieces(path))
         library = tokenizers.Tokenizer.from_file(str(folder.path / "tokenizer.json"))

@@ -27,7 +27,7 @@ SHOWN_OF_A_FAILURE = 30
 NO_SANITIZER = "compute-sanitizer is not installed"
 MEMORY_FOR_8B = 22 << 30
 
-# One test or a few of each kernel file, and whole models: the sanitizer makes them ten to a hundred times slower.
+# Test file -> a few of its tests, for the sanitizer: only these, as it makes them ten to a hundred times slower.
 SANITIZED = {
     "test_accept.py": ("test_a_stop_token_ends_inside_the_path", "test_hidden_states_as_wide_as_a_model_has_them"),
     "test_activation.py": ("test_gates_of_every_size_stay_finite",),
@@ -93,14 +93,14 @@ SANITIZED = {
     "test_tree_sampling.py": ("test_a_node_samples_what_plain_decoding_samples",),
 }
 NOT_SANITIZED = ("step/loop.cu",)
-"""It runs in WHILE nodes only. Under memcheck and initcheck these end in an illegal address that names no kernel, under
-racecheck in a crash."""
+"""Kernels that the sanitizer does not check. This one runs only in WHILE nodes: under memcheck and initcheck these end
+in an illegal address that names no kernel, under racecheck in a crash."""
 PORTABLE_TESTS = tuple(
     f"tests/executors/test_cuda_{what}.py" for what in ("golden", "executor", "memory", "speculation")
 )
 SANITIZED_MODELS = ("llama_bias-float16", "qwen3-bfloat16", "minicpm-bfloat16")
-"""Of test_cuda_golden.py, for memcheck: every kernel in its place. racecheck does not come to an end with them, and
-initcheck would see whole pages being read whose unwritten rows are masked afterwards."""
+"""Models of test_cuda_golden.py that run under memcheck, each kernel in its place. racecheck does not finish with them,
+and initcheck would report reads of whole pages, whose unwritten rows are masked afterwards."""
 CASES_SMALL = ("--shape", "minicpm4-0.5b", "--case", "1024:256", "--max-context", "4096", "--startup")
 CASES_LARGE = ("--shape", "minicpm4-8b", "--case", "1024:128", "--case", "8192:64", "--case", "32768:64")
 CASES_TOGETHER = ("--shape", "minicpm4-8b", "--case", "1024:128:8", "--max-context", "4096")
@@ -108,7 +108,7 @@ CASES_TOGETHER = ("--shape", "minicpm4-8b", "--case", "1024:128:8", "--max-conte
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a log says: whether all is well, and the numbers worth a place in the table."""
+    """The judgement of a stage by its log: whether it is good, and the numbers to show in the table."""
 
     is_good: bool
     numbers: str
@@ -116,7 +116,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Stage:
-    """One command. `judge` reads its log. Without a command the stage cannot run here, for the reason in `note`."""
+    """One command of the check. `judge` judges its log. A stage without a command cannot run here; `note` says why."""
 
     name: str
     command: tuple[str, ...]
@@ -127,7 +127,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row of the table."""
+    """The outcome of a stage: a row of the table."""
 
     stage: str
     outcome: str
@@ -137,7 +137,7 @@ class Outcome:
 
 
 def judge_pytest(log: str) -> Verdict:
-    """By the closing line of pytest: something passed, nothing else but deselected tests."""
+    """Judge by pytest's closing line: good if tests passed and none failed, had errors or was skipped."""
     counts = re.findall(r"^=*\s*((?:\d+ [a-z]+(?:, )?)+) in [\d.]+s", log, re.MULTILINE)
     if not counts:
         return Verdict(False, "no summary")
@@ -147,7 +147,7 @@ def judge_pytest(log: str) -> Verdict:
 
 
 def judge_sanitizer(log: str) -> Verdict:
-    """By the closing line of compute-sanitizer, and by pytest's."""
+    """Judge by the closing lines of compute-sanitizer and of pytest: good if both report no errors."""
     tests = judge_pytest(log)
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: ((\d+) (?:errors?|hazards?)[^\n]*)", log)
     if not summary:
@@ -157,7 +157,7 @@ def judge_sanitizer(log: str) -> Verdict:
 
 
 def bench_numbers(record: dict[str, object]) -> str:
-    """The gist of the benchmark's JSON."""
+    """Return the most important numbers of the benchmark's JSON as one line of text."""
     parts = []
     for case in record["cases"]:  # type: ignore[attr-defined]
         result, share = case["measurement"], case["read_share"]
@@ -172,7 +172,7 @@ def bench_numbers(record: dict[str, object]) -> str:
 
 
 def judge_bench(path: Path) -> Callable[[str], Verdict]:
-    """Reads the JSON at `path` that the benchmark has written, if it has."""
+    """Return a judge of the benchmark, which is good if it has written its JSON to `path`."""
 
     def judge(log: str) -> Verdict:
         try:
@@ -184,7 +184,7 @@ def judge_bench(path: Path) -> Callable[[str], Verdict]:
 
 
 def stages(logs: Path, *, quick: bool, gpu_bytes: int, sanitizer: str | None) -> list[Stage]:
-    """What to run, in order. `sanitizer` is the path of compute-sanitizer, None where it is not installed."""
+    """Return the stages to run, in order. `sanitizer` is the path of compute-sanitizer, None if it is not installed."""
     pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     limit = 300 if quick else 1200
     side_by_side = (sys.executable, "tools/gpu_tests.py", "-m", "gpu and not all" if quick else "gpu")
@@ -210,7 +210,7 @@ def stages(logs: Path, *, quick: bool, gpu_bytes: int, sanitizer: str | None) ->
 
 
 def bench_stage(name: str, logs: Path, options: Sequence[str]) -> Stage:
-    """`cpmrt bench` with its JSON beside the log."""
+    """Return a stage that runs `cpmrt bench`, with its JSON beside the log. Removes an old JSON."""
     path = logs / f"{file_name(name)}.json"
     path.unlink(missing_ok=True)
     command = (sys.executable, "-m", "cpmrt", "bench", "--executor", "cuda", "--json", str(path), *options)
@@ -218,13 +218,13 @@ def bench_stage(name: str, logs: Path, options: Sequence[str]) -> Stage:
 
 
 def gpu_test_files() -> list[str]:
-    """Files with tests marked `gpu`; the others would only have to be importable."""
+    """Return the files that have tests marked `gpu`, so that pytest need not import the others."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
 def run_stage(stage: Stage, logs: Path) -> Outcome:
-    """Run one command, its output to its log. It ends with everything that it started."""
+    """Run the command of a stage, with its output in a log. At the end all processes that it has started are killed."""
     if not stage.command:
         return Outcome(stage.name, "NOT RUN", 0.0, stage.note, failed=False)
     path, begun = logs / f"{file_name(stage.name)}.log", time.monotonic()
@@ -250,14 +250,14 @@ def run_stage(stage: Stage, logs: Path) -> Outcome:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process's group."""
+    """Kill all remaining processes of the process's group, and wait for the process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """All stages in aligned columns."""
+    """Return the outcomes of all stages in aligned columns."""
     rows = [("stage", "outcome", "seconds", "numbers")]
     rows += [(row.stage, row.outcome, f"{row.seconds:.1f}", row.numbers) for row in outcomes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -266,12 +266,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def file_name(stage: str) -> str:
-    """The stage's name as a file's."""
+    """Return a stage's name as a file name, without a suffix."""
     return re.sub(r"[^a-z0-9.]+", "-", stage.lower())
 
 
 def gpu_bytes() -> int:
-    """Memory of the first GPU, 0 where the driver finds none."""
+    """Return the bytes of memory of the first GPU, 0 if the driver finds none."""
     try:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -283,12 +283,12 @@ def gpu_bytes() -> int:
 
 
 def find_sanitizer() -> str | None:
-    """compute-sanitizer on the PATH or in the CUDA toolkit."""
+    """Return the path of compute-sanitizer, from PATH or the CUDA toolkit; None if it is not installed."""
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=str(TOOLKIT_BIN))
 
 
 def run_stages(found: Sequence[Stage], logs: Path) -> int:
-    """Run every stage even if one fails; 1 if any did."""
+    """Run every stage even if one fails. Return 1 if any failed."""
     outcomes = []
     for stage in found:
         print(f"[{stage.name}] ...", flush=True)
@@ -303,7 +303,7 @@ def run_stages(found: Sequence[Stage], logs: Path) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options and run; the exit code."""
+    """Parse the options and run the stages. Return the exit code."""
     parser = argparse.ArgumentParser(prog="tools/dev.py gpu", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only tests of the first tier, and the 0.5B shape")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="default: build/gpu")

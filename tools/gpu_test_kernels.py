@@ -42,11 +42,11 @@ from cpmrt.dtypes import DType  # noqa: E402
 
 SECONDS_OF_A_TEST = 10
 Found = set[tuple[str, tuple[tuple[str, int], ...], str]]
-"""Modules: a file, its sizes, and the storage type's name."""
+"""Modules to compile: each a kernel file, its constants, and the name of the storage type."""
 
 
 class NumpyAsCupy(types.ModuleType):
-    """CuPy's place: arrays are NumPy's."""
+    """A stand-in for the module `cupy`, whose arrays and functions are NumPy's."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -55,7 +55,7 @@ class NumpyAsCupy(types.ModuleType):
 
 
 class Stream:
-    """A stream on which nothing happens."""
+    """A stand-in for CuPy's stream, on which nothing runs."""
 
     ptr = 0
 
@@ -73,7 +73,7 @@ class Stream:
 
 
 def stand_in_for_cupy() -> None:
-    """Put NumPy in the place of CuPy, in this process."""
+    """Replace CuPy by NumPy in this process."""
     cupy, cuda, runtime = NumpyAsCupy("cupy"), types.ModuleType("cupy.cuda"), types.ModuleType("cupy.cuda.runtime")
     runtime.CUDARuntimeError = type("CUDARuntimeError", (Exception,), {})  # type: ignore[attr-defined]
     cuda.runtime, cuda.Stream = runtime, Stream  # type: ignore[attr-defined]
@@ -85,19 +85,19 @@ def stand_in_for_cupy() -> None:
 
 
 class Recorder:
-    """A plug-in of pytest: GPU tests run, and what they ask a compiler for is written down."""
+    """A pytest plug-in that lets GPU tests run without a GPU, and records the modules that they want compiled."""
 
     def __init__(self, arch: str):
         self.found: Found = set()
         self._arch = arch
 
     def note(self, file: str, constants: Any, dtype: DType) -> None:
-        """Take down one module."""
+        """Record one module."""
         sizes = tuple(sorted((name, int(value)) for name, value in macros_of(constants).items()))
         self.found.add((file, sizes, dtype.name))
 
     def pytest_sessionstart(self) -> None:
-        """Put stand-ins in the places of the device, of its kernels and of its executor."""
+        """Replace the device, its kernels and its executor by stand-ins that record modules."""
         from cpmrt import executor_choice, llm
         from cpmrt.cuda import assembly, precompile
         from cpmrt.cuda.build import launcher
@@ -133,14 +133,14 @@ class Recorder:
                 setattr(target, name, value)
 
     def pytest_collection_modifyitems(self, config: pytest.Config) -> None:
-        """Have `tests/conftest.py` skip nothing."""
+        """Keep `tests/conftest.py` from skipping tests for want of a GPU."""
         for plugin in config.pluginmanager.get_plugins():
             if hasattr(plugin, "missing_gpu"):
                 plugin.missing_gpu = lambda: ""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Iterator[None]:
-        """Stop a test that waits for what never comes."""
+        """Stop a test after SECONDS_OF_A_TEST: without a GPU it may wait for ever."""
         signal.setitimer(signal.ITIMER_REAL, SECONDS_OF_A_TEST)
         try:
             yield
@@ -153,7 +153,7 @@ def _time_is_up(*_: object) -> None:
 
 
 def modules_of(file: str, arch: str) -> Found:
-    """What the GPU tests of a file ask for. Runs in a process of its own, which it leaves with stand-ins."""
+    """Return the modules that the GPU tests of a file want. Needs a process of its own, as the stand-ins stay in it."""
     stand_in_for_cupy()
     signal.signal(signal.SIGALRM, _time_is_up)
     recorder = Recorder(arch)
@@ -163,14 +163,14 @@ def modules_of(file: str, arch: str) -> Found:
 
 
 def test_files(names: Sequence[str]) -> list[str]:
-    """The test files among names of files and folders, those with GPU tests."""
+    """Return the files with GPU tests among these files and folders (default: those of kernels and executors)."""
     paths = [Path(name) for name in names or (ROOT / "tests" / "kernels", ROOT / "tests" / "executors")]
     files = [file for path in paths for file in (sorted(path.rglob("test_*.py")) if path.is_dir() else (path,))]
     return [str(file) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
 
 
 def record(files: Sequence[str], arch: str, workers: int) -> Found:
-    """What the tests of all files ask for."""
+    """Return the modules that the GPU tests of all files want, each file run in a process of its own."""
     found: Found = set()
     with get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
         for of_file in pool.imap_unordered(partial(modules_of, arch=arch), files):
@@ -179,13 +179,16 @@ def record(files: Sequence[str], arch: str, workers: int) -> Found:
 
 
 def compiled(module: tuple[str, tuple[tuple[str, int], ...], str], arch: str) -> Path:
-    """The cubin of one module."""
+    """Compile one module, unless the cache has it, and return the path of its cubin."""
     file, sizes, dtype = module
     return modules.compile_module(file, arch, DType[dtype], dict(sizes))
 
 
 def compile_found(found: Found, arch: str, workers: int, compiler: str | None) -> int:
-    """Compile into the cache, in another compiler's name if one is given; how many there are."""
+    """Compile modules into the cache, and return their number.
+
+    If another compiler's version is given, the names of the cubins get that version.
+    """
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         paths = list(pool.map(partial(compiled, arch=arch), sorted(found), chunksize=8))
     for path in paths if compiler else ():
@@ -194,7 +197,7 @@ def compile_found(found: Found, arch: str, workers: int, compiler: str | None) -
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options, record and compile."""
+    """Parse the options, record the modules and compile them. Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="the cache to fill; without it the modules are only counted")
     parser.add_argument("--arch", default="sm_90")

@@ -21,16 +21,18 @@ from itertools import groupby
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
 MOST_WORKERS = 14
 TESTS_OF_A_JOB = 16
-"""So many that the start of a process counts for little, so few that all processes end at about the same time."""
+"""Tests per process: enough that its start costs little, few enough that all processes end at about the same time."""
 LONGEST = ("executors", "linear")
-"""What is in the names of files whose tests begin first."""
+"""Words in the names of the files whose tests begin first, as they take longest."""
 GOOD = {"passed", "xfailed", "warning", "warnings"}
 ENDS = {"PASSED": "passed", "FAILED": "failed", "ERROR": "errors", "SKIPPED": "skipped", "XFAIL": "xfailed"}
-"""How a test's own line ends, and what the summary calls it."""
+"""The word that ends a test's own line -> its name in the summary."""
 
 
 def call_pytest(arguments: Sequence[str], seconds: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run pytest to its end; its two outputs are one text. After so many seconds it is killed, with the return code -9.
+    """Run pytest and return its result, standard output and error in one text.
+
+    After `seconds` it is killed; the return code is -9 then.
     """
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [*PYTEST, *arguments]
@@ -46,44 +48,44 @@ def call_pytest(arguments: Sequence[str], seconds: float | None = None) -> subpr
 
 
 def collect(marked: str, files: Sequence[str]) -> list[str]:
-    """The ids of the tests whose marks fit the expression, in pytest's order. Ends the program if that fails."""
+    """Return the ids of the tests whose marks fit the expression, in pytest's order. Exits the program on failure."""
     found = call_pytest(["--collect-only", "-m", marked, *files])
-    if found.returncode not in (0, 5):  # 5: there is none
+    if found.returncode not in (0, 5):  # 5: no test fits
         sys.exit(found.stdout)
     return [line for line in found.stdout.splitlines() if "::" in line]
 
 
 def jobs_of(ids: Sequence[str], size: int) -> Iterator[list[str]]:
-    """The tests of each file, so many at a time."""
+    """Yield the tests of each file, in jobs of at most `size`."""
     for _, of_file in groupby(ids, file_of):
         names = list(of_file)
         yield from (names[at : at + size] for at in range(0, len(names), size))
 
 
 def file_of(name: str) -> str:
-    """The file in a test's id."""
+    """Return the file in a test's id."""
     return name.partition("::")[0]
 
 
 class Deadline:
-    """When everything has to have ended, if there is such a time."""
+    """The time at which everything has to end; without `seconds` there is none."""
 
     def __init__(self, seconds: float | None):
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def left(self) -> float | None:
-        """The seconds until then; None: any number."""
+        """Return the seconds that are left, None if there is no limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
 
 def named(what: str, names: Sequence[str]) -> Counter[str]:
-    """Show the tests that there was no time for, a line each, and count them."""
+    """Print the tests that there was no time for, one a line after `what`, and return their count."""
     print("".join(f"{what}: {name}\n" for name in names), end="", flush=True)
     return Counter({what: len(names)})
 
 
 def run(job: Sequence[str], deadline: Deadline) -> Counter[str]:
-    """How many of these tests passed, failed and so on. Those of a process without a summary are errors."""
+    """Run these tests and count how many passed, failed and so on. If pytest gives no summary all are errors."""
     left = deadline.left()
     if left is not None and left < 1:
         return named("not begun", job)
@@ -104,7 +106,7 @@ def run(job: Sequence[str], deadline: Deadline) -> Counter[str]:
 
 
 def run_all(marked: str, files: Sequence[str], workers: int, deadline: Deadline) -> Counter[str]:
-    """The counts of all tests."""
+    """Run all tests, those marked `alone` last, and return the counts of their outcomes."""
     totals: Counter[str] = Counter()
     with ThreadPoolExecutor(workers) as pool:
         expressions = [f"({marked}) and {which}" for which in ("not alone", "alone")]
@@ -120,7 +122,7 @@ def run_all(marked: str, files: Sequence[str], workers: int, deadline: Deadline)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the options and run; 1 if anything but passing happened, or nothing."""
+    """Parse the options and run the tests. Return 1 if any did not pass, or if there were none."""
     parser = argparse.ArgumentParser(description=__doc__)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=int, default=max(1, min(MOST_WORKERS, cores - 2)), metavar="N")

@@ -1,4 +1,4 @@
-"""Says what one launch of a kernel must read and write, or compute: the yardstick of its measured time."""
+"""Computes the bytes that one launch of a kernel must move, or its operations, to compare with its measured time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 from cpmrt.config import ModelConfig
 
 Label = tuple[str, int, int]
-"""A kernel, and columns and depth of its weight: 0 where it has none, or where the kernel alone says which it is."""
+"""A kernel's name, and columns and depth of its weight: 0 without a weight, or if the name alone identifies it."""
 
 
 class Cost(NamedTuple):
-    """What one launch must read and write in bytes, or compute in floating-point operations ("FLOP")."""
+    """The least work of one launch: the bytes that it reads and writes ("byte"), or its operations ("FLOP")."""
 
     title: str
     unit: str
@@ -19,7 +19,7 @@ class Cost(NamedTuple):
 
 
 def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
-    """Return the costs of the products of a decode step, which read their weights."""
+    """Return the costs of the products of a decode step: the bytes of their weights."""
     hidden, inner, q_size = config.hidden_size, config.mlp.intermediate_size, config.attention.q_size
     return {
         ("linear_qkv", 0, hidden): Cost("linear_qkv", "byte", 2.0 * (q_size + 2 * config.attention.kv_size) * hidden),
@@ -31,7 +31,7 @@ def skinny_costs(config: ModelConfig) -> dict[Label, Cost]:
 
 
 def packed_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
-    """Return the costs of products with packed weights, a scale of 16 bits to 128, and of what prepares their rows."""
+    """Return the costs of products with packed weights (a 16-bit scale per 128), and of preparing their rows."""
     assert config.quantization is not None
     a_weight = config.quantization.bits / 8 + 2 / 128
     costs = {
@@ -62,7 +62,7 @@ def product_costs(config: ModelConfig, rows: int, name: str) -> dict[Label, Cost
 
 
 def chunk_costs(config: ModelConfig, rows: int) -> dict[Label, Cost]:
-    """Return the costs of what stands between the products of a chunk: each reads and writes its rows once."""
+    """Return the costs of the kernels between the products of a chunk; each reads and writes its rows once."""
     elements = {
         "embed": 2 * config.hidden_size,
         "rms_norm": 2 * config.hidden_size,

@@ -1,4 +1,4 @@
-"""Measurements of single kernels as lines of text, and as the table in `kernels_cu/README.md`."""
+"""Formats measurements of single kernels as lines of text, and as the table in `kernels_cu/README.md`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BEGIN, END = "<!-- measured: tools/bench_kernels.py --write -->", "<!-- end of m
 
 @dataclass(frozen=True)
 class Line:
-    """One measurement. `rate` is in bytes or floating-point operations a second, `share` of what the device can do."""
+    """One measurement. `rate` is in bytes or operations a second, `share` its part of the device's measured ceiling."""
 
     shape: str
     kernel: str

@@ -1,4 +1,4 @@
-"""The GPU as `bench_kernels.py` needs it: memory, what runs on its stream, and how long that takes."""
+"""The GPU for `bench_kernels.py`: allocates memory, fills it, and times kernels on a stream."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Gpu:
         self.device, self.stream = open_device(), cupy.cuda.Stream(non_blocking=True)
 
     def arena(self, plan: MemoryPlan) -> Arena:
-        """Allocate an arena of zeros."""
+        """Allocate the arena of a plan, filled with zeros."""
         pointer = cupy.cuda.MemoryPointer(cupy.cuda.Memory(plan.total_bytes), 0)
         with self.stream:
             pointer.memset(0, plan.total_bytes)
         return Arena(plan, cupy.ndarray((plan.total_bytes,), cupy.uint8, pointer))
 
     def rings(self, max_context: int, vocab_size: int) -> Rings:
-        """Make rings to the host, for kernels that write results."""
+        """Make the rings in host memory, for kernels that write results."""
         return Rings(self.stream, 1, max_context, vocab_size)
 
     def put(self, array: DeviceArray, values: Array | int) -> None:
-        """Copy values to the front of an array."""
+        """Copy values to the front of an array; an int fills all of it."""
         with self.stream:
             if isinstance(values, int):
                 array.fill(values)
@@ -58,7 +58,7 @@ class Gpu:
         load_random(specs, Destination(arena.buffer.data.ptr, regions, self.device, launcher), seed=0)
 
     def microseconds(self, enqueue: Callable[[], None]) -> float:
-        """Return the median time of a graph of everything that is enqueued."""
+        """Return the median time, in us, of a CUDA graph of all launches that `enqueue` makes."""
         enqueue()
         self.stream.synchronize()
         with self.stream:
@@ -76,7 +76,7 @@ class Gpu:
         return statistics.median(times[2:])
 
     def product_ceiling(self) -> float:
-        """Return the operations a second of the library's product of [4096, 8192] and [16384, 8192]; 1 without it."""
+        """Return the operations a second of cuBLASLt's product of [4096, 8192] and [16384, 8192]; 1 without it."""
         rows, columns, depth = 4096, 16384, 8192
         words = np.random.default_rng(0).integers(0, 1 << 16, columns * depth, dtype=np.uint16) & 0x80FF | 0x3C00
         w, y, workspace = cupy.asarray(words), cupy.empty(rows * columns, np.uint16), cupy.empty(32 << 20, np.uint8)

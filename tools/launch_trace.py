@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def _stand_in_for_cupy() -> None:
-    """What modules of `cpmrt.cuda` name of CuPy at import; nothing of it is called while tracing."""
+    """Install stand-ins for the parts of CuPy that `cpmrt.cuda` names at import; none is called while tracing."""
     names = ("cupy", "cupy.cuda", "cupy.cuda.runtime")
     cupy, cuda, runtime = (types.ModuleType(name) for name in names)
     runtime.CUDARuntimeError = type("CUDARuntimeError", (Exception,), {})  # type: ignore[attr-defined]
@@ -90,11 +90,11 @@ if TYPE_CHECKING:
     from cpmrt.cuda.build.spec import Constants
 
 Setup = tuple[Mapping[str, Any], Mapping[str, Any], Any, str | None, int]
-"""config.json, engine settings, the sparse setting, the draft, bits of the draft's weights."""
+"""A start to trace: config.json, engine settings, sparse setting, name of the draft, bits of the draft's weights."""
 
 
 def setups() -> dict[str, Setup]:
-    """What is traced, by name."""
+    """Return the starts to trace, by name."""
     made: dict[str, Setup] = {}
     for label, config in (("big", BIG), ("small", SMALL)):
         for name, held in ((label, config), (f"{label} int4", config | {"quantization_config": GPTQ})):
@@ -132,7 +132,7 @@ def setups() -> dict[str, Setup]:
 
 
 class TracingLauncher(Launcher):
-    """Writes down what it is asked to launch."""
+    """A launcher that records launches in `graphs`, by graph, and launches nothing."""
 
     is_recording = True
 
@@ -143,11 +143,11 @@ class TracingLauncher(Launcher):
         self._seen: dict[int, int] = {}
 
     def begin(self, graph: str) -> None:
-        """What is launched from now on belongs to `graph`."""
+        """Record the launches that follow under the name `graph`."""
         self._graph = self.graphs.setdefault(graph, [])
 
     def arena(self, plan: MemoryPlan) -> Arena:
-        """An arena of addresses without memory, in which no two regions share any."""
+        """Return an arena of reserved addresses without memory, in which no two regions overlap."""
         end, apart = 4096, []
         for region in plan.regions:
             apart.append(replace(region, offset=end))
@@ -177,28 +177,28 @@ class TracingLauncher(Launcher):
 
 
 def _label(name: Any) -> str:
-    """The name of a graph in words: of what a row or a head may be only what it is."""
+    """Return the name of a graph in words: True in it reads "screened", False is left out."""
     parts = name if isinstance(name, tuple) else (name,)
     words = ("screened" if part is True else "" if part is False else str(part) for part in parts)
     return " ".join(filter(None, words)).replace("_", " ")
 
 
 class Rings:
-    """Stands in for the rings to the host."""
+    """A stand-in for the rings in host memory."""
 
     addresses = (np.uint64(111), np.uint64(222))
     command_bytes = 4096
 
 
 def traced_device(name: str) -> Device:
-    """A known device, or an sm_90 on the path of older ones."""
+    """Return a known device; "portable" is an sm_90 device on the portable path."""
     if name != "portable":
         return known_device(name)
     return replace(known_device("sm_90"), capability=86, shared_bytes_per_block=101376, whole_clusters=0)
 
 
 def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
-    """The launches of each graph."""
+    """Return the launches of each graph of a start on a device."""
     config_json, engine, sparse, draft_name, draft_bits = setup
     with config_folder(config_json, _draft_configs(config_json, draft_bits)) as folder:
         model = ModelFolder.open(folder, weights=False, sparse=sparse)
@@ -230,7 +230,7 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
 
 
 def _draft_configs(config: Mapping[str, Any], bits: int) -> dict[str, dict[str, Any]]:
-    """The drafts of the shape that `config` is made from, with weights of so many bits; EAGLE-3's for two layers."""
+    """Return the drafts of the shape of `config` for a target of two layers, with weights of `bits` bits."""
     shape = "minicpm4-8b" if config["hidden_size"] == BIG["hidden_size"] else "minicpm4-0.5b"
     drafts, quantised = draft_configs(shape), {"quantization_config": GPTQ} if bits == 4 else {}
     drafts["dspark"]["target_layer_ids"] = [0]
@@ -239,7 +239,7 @@ def _draft_configs(config: Mapping[str, Any], bits: int) -> dict[str, dict[str, 
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """The graphs that differ, each with its first launch that does."""
+    """Return the graphs that differ, each with its first launch that differs."""
     found = []
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
@@ -254,7 +254,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 
 def read_traces(text: str) -> Any:
-    """Return what an earlier call has kept. Raises ArgumentTypeError: a wrong file is told before all is traced."""
+    """Return the traces in a file of --write. Raises ArgumentTypeError, so that a wrong file stops the run early."""
     try:
         return json.loads(zlib.decompress(Path(text).read_bytes()))
     except (OSError, ValueError, zlib.error) as error:
@@ -262,7 +262,7 @@ def read_traces(text: str) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trace, write and compare; 1 if a graph differs."""
+    """Trace all starts, write and compare the traces. Return 1 if a graph differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, metavar="FILE", help="keep the traces")
     parser.add_argument("--compare", type=read_traces, metavar="FILE", help="with those that were kept there")

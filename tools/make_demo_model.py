@@ -45,12 +45,12 @@ STAGES = ("corpus", "tokenizer", "train", "export")
 
 
 def network_config(tiny: bool) -> NetworkConfig:
-    """The demo model's sizes, or very small ones."""
+    """Return the demo model's sizes, or very small ones."""
     return NetworkConfig(vocab_size=1024, num_hidden_layers=2) if tiny else NetworkConfig()
 
 
 def training_plan(arguments: argparse.Namespace) -> TrainingPlan:
-    """The run that was asked for."""
+    """Return the training run that the arguments ask for."""
     if arguments.tiny:
         return TrainingPlan(
             arguments.minutes, arguments.seed, tokens_per_step=2048, short_length=128, long_length=512,
@@ -60,7 +60,7 @@ def training_plan(arguments: argparse.Namespace) -> TrainingPlan:
 
 
 def short_plan(kind: type[PlanT], arguments: argparse.Namespace) -> PlanT:
-    """The run of a few minutes that was asked for."""
+    """Return the run of a few minutes (--ternary, --family) that the arguments ask for."""
     rate = arguments.learning_rate or kind.learning_rate
     tokens = arguments.tokens_per_step or kind.tokens_per_step
     if arguments.tiny:
@@ -72,12 +72,12 @@ def short_plan(kind: type[PlanT], arguments: argparse.Namespace) -> PlanT:
 
 
 def device() -> torch.device:
-    """The GPU if there is one."""
+    """Return the GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_corpus(arguments: argparse.Namespace) -> None:
-    """Sources, facts and conversations."""
+    """Make and write the source texts, the docstring facts and the conversations."""
     work: Path = arguments.work
     corpus = write_corpus(work, 40 if arguments.tiny else 1)
     write_json(work / "corpus.json", corpus)
@@ -90,7 +90,7 @@ def make_corpus(arguments: argparse.Namespace) -> None:
 
 
 def make_tokenizer(arguments: argparse.Namespace) -> None:
-    """The tokenizer and the token files."""
+    """Train and write the tokenizer, and write the token files."""
     work: Path = arguments.work
     vocab_size = network_config(arguments.tiny).vocab_size
     tokenizer = train_tokenizer(tokenizer_sample(work), vocab_size)
@@ -107,7 +107,7 @@ def make_tokenizer(arguments: argparse.Namespace) -> None:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """The fp32 weights."""
+    """Train the network; writes its fp32 weights and a summary."""
     trainer = Trainer(network_config(arguments.tiny), training_plan(arguments), arguments.work, device())
     summary = trainer.run()
     run = {"date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv])}
@@ -116,7 +116,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def export(arguments: argparse.Namespace) -> None:
-    """The checkpoint folder with its measured README."""
+    """Write the checkpoint folder, measure it, and write its README with the results."""
     work: Path = arguments.work
     config, plan = network_config(arguments.tiny), training_plan(arguments)
     network = write_checkpoint(work, arguments.out, config, device())
@@ -137,7 +137,7 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("stage", choices=(*STAGES, "all"), nargs="?")

@@ -59,7 +59,7 @@ MAX_SEEDS = 100
 
 
 def main() -> None:
-    """Writes what was asked for."""
+    """Writes the golden files that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tiny", "demo", "quantised", "sparse", "hybrid", "dspark"))
     what = parser.parse_args().what
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def write(name: str, command: str, config_text: str, arrays: dict[str, Any]) -> None:
-    """Writes one npz; `config` and `metadata` are JSON texts. Its entries carry no time, so the bytes repeat."""
+    """Writes one npz; `config` and `metadata` are JSON texts. Its entries have no time stamps, so the bytes repeat."""
     metadata = {"command": f"python tools/make_golden.py {command}", **versions()}
     path = GOLDEN / f"{name}.npz"
     np.savez_compressed(path, config=np.array(config_text), metadata=np.array(json.dumps(metadata)), **arrays)
@@ -99,7 +99,7 @@ def write(name: str, command: str, config_text: str, arrays: dict[str, Any]) -> 
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of everything that took part."""
+    """Returns the versions of Python and of the libraries that were used."""
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -109,7 +109,7 @@ def versions() -> dict[str, str]:
 
 
 def write_tiny(case: Case) -> None:
-    """Writes logits of every position and the greedy path, for the first seed whose path no rounding can change."""
+    """Writes all logits and the greedy tokens, for the first seed whose tokens rounding cannot change."""
     config = ModelConfig.from_hf(case.config)
     specs = tensor_specs(config)
     for seed in range(MAX_SEEDS):
@@ -139,7 +139,7 @@ def write_long(
     num_prompt: int,
     num_new: int,
 ) -> None:
-    """Writes some logits and the path, for the first seed for which no rounding can change a token or a choice."""
+    """Writes some logits and the greedy tokens, for the first seed whose tokens and choices rounding cannot change."""
     config = ModelConfig.from_hf(settings)
     specs = tensor_specs(config)
     for seed in range(MAX_SEEDS):
@@ -168,7 +168,7 @@ def write_long(
 
 
 def write_blocks(name: str, target: dict[str, Any], draft: dict[str, Any]) -> None:
-    """Writes the block behind each greedy token, for the first seed for which no rounding can change a token."""
+    """Writes the block drafted after each greedy token, for the first seed whose tokens rounding cannot change."""
     config = ModelConfig.from_hf(target)
     specs, drafting = tensor_specs(config), draft_tensor_specs(dspark_config(draft, config))
     for seed in range(MAX_SEEDS):

@@ -1,4 +1,4 @@
-"""What the site of docs/ does with links to files of the repository that are no pages of it."""
+"""A MkDocs hook for links from docs/ to files of the repository that are no pages of the site."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
 log = logging.getLogger("mkdocs.hooks.links")
-"""A logger below MkDocs' own, which counts the warnings: with --strict they fail the build."""
+"""A child of MkDocs' logger, which counts the warnings: with --strict they fail the build."""
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Replace links that leave docs/ by their text and the path of the file; warn where there is no such file."""
+    """Replace links that leave docs/ by their text and the path of the file; warn if there is no such file."""
 
     def as_path(link: re.Match[str]) -> str:
         file = (Path(page.file.abs_src_path).parent / link["target"]).resolve()

@@ -1,4 +1,4 @@
-"""Makes choices of blocks for a chunk of prefill whose neighbours share a known number of blocks."""
+"""Makes block choices for a prefill chunk, in which neighbouring rows together choose a known number of blocks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from cpmrt.dtypes import Array
 from cpmrt.memory.caches import PAGE_SIZE
 
 TOGETHER = 12
-"""The number of neighbours whose union is stated."""
+"""The number of neighbouring rows whose union of chosen blocks is given."""
 
 
 def planted_choices(
     start: int, rows: int, num_heads: int, config: SparseConfig, union: float | None, rng: np.random.Generator
 ) -> Array:
-    """Returns ascending blocks int32 [rows, K, W] of the rows from position `start` on, all of which leave blocks out.
+    """Returns the chosen blocks, ascending, int32 [rows, K, W], of rows from position `start` on.
 
-    Each row keeps as many of the blocks of the one before that TOGETHER neighbours choose about `union` blocks in all,
-    and draws the others at random; None: it draws all of them.
+    Every row must have more blocks than it chooses. A row keeps so many of the blocks of the row before that TOGETHER
+    neighbours choose about `union` blocks in all, and draws the others at random; with None it draws all of them.
     """
     owns = (start + np.arange(rows)) // PAGE_SIZE
     fresh = 1.0 if union is None else _drawn(union, int(owns[0]), config)
@@ -36,10 +36,10 @@ def planted_choices(
 
 
 def _drawn(union: float, own: int, config: SparseConfig) -> float:
-    """Returns the share of its blocks that a row does not have from the one before.
+    """Returns the share of its blocks that a row draws anew instead of keeping them from the row before.
 
-    A block is in none of n choices with probability (1 - s) (1 - s / (1 - s) x)^(n - 1), where s is the share of all
-    blocks that a row chooses and x is the result.
+    A block is in none of the choices of n neighbours with probability (1 - s) (1 - s / (1 - s) x)^(n - 1), where s is
+    the share of all blocks that a row chooses and x is the result.
     """
     free = own - config.local_blocks - config.init_blocks
     share, forced = config.num_scored / free, config.num_selected - config.num_scored

@@ -19,7 +19,7 @@ NUM_BYTES, NUM_THREADS, FOUND = 256, 64, 99
 
 
 def launch(fault: str) -> None:
-    """Launches the kernel with this fault on fresh memory of 64 words, by 64 threads."""
+    """Launches a kernel with this fault, with 64 threads on fresh memory of 64 words."""
     import cupy
 
     memory = cupy.cuda.Memory(NUM_BYTES)
@@ -30,7 +30,7 @@ def launch(fault: str) -> None:
 
 
 def is_found(sanitizer: str, tool: str) -> bool:
-    """Tells whether the tool ends with the exit code for errors."""
+    """Tells whether the tool of the sanitizer finds its fault, by its exit code for errors."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, __file__, tool]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     found = done.returncode == FOUND

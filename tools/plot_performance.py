@@ -1,6 +1,6 @@
 """Draws the plots of docs/performance.md from its own tables: `python tools/plot_performance.py`, with matplotlib.
 
-An SVG in docs/plots/ holds a digest of the rows that it shows, so that a test sees when a table has changed after it.
+Each SVG in docs/plots/ holds a digest of the rows that it shows, so that a test notices tables that changed later.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BITS = {"bf16": "16-bit weights", "int4": "4-bit weights"}
 
 
 class Table(NamedTuple):
-    """A table of Markdown: the cells of its head and of its rows, as they are written."""
+    """A Markdown table: the cells of its head and of its rows, as text."""
 
     head: list[str]
     rows: list[list[str]]
@@ -39,7 +39,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Speed:
-    """One measured speed. `context` is in tokens; `variant` says what is not dense attention for one sequence."""
+    """One measured speed. `context` is in tokens; `variant` is "" for dense attention of one sequence."""
 
     model: str
     bits: str
@@ -52,7 +52,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Joules:
-    """What one token costs, by the row and the column of the table that says so."""
+    """The energy of one token; `case` and `program` are the row and the column of the table."""
 
     case: str
     program: str
@@ -85,7 +85,7 @@ def program_of(heading: str) -> str:
 
 
 def speeds(text: str) -> list[Speed]:
-    """Read the tables whose head begins with "tok/s". Raises ValueError for a row that says something else."""
+    """Return the speeds in tables whose head begins with "tok/s". Raises ValueError for a row of another form."""
     found = []
     for head, rows in (table for table in tables(text) if table.head[0] == "tok/s"):
         for label, *cells in rows:
@@ -103,18 +103,18 @@ def speeds(text: str) -> list[Speed]:
 
 
 def peers(text: str) -> list[Speed]:
-    """Return what the plot against peers shows: every decode speed of one sequence at 1K."""
+    """Return the points of the plot against other programs: every decode speed of one sequence at 1K."""
     return [speed for speed in speeds(text) if (speed.phase, speed.context, speed.variant) == ("decode", 1024, "")]
 
 
 def by_context(text: str) -> list[Speed]:
-    """Return what the plot against the context shows: the decode speeds of MiniCPM4-8B, dense, sparse and with fp8."""
+    """Return the points of the plot by context: decode speeds of MiniCPM4-8B, dense, sparse and with fp8."""
     decode = [speed for speed in speeds(text) if (speed.model, speed.phase) == ("MiniCPM4-8B", "decode")]
     return [speed for speed in decode if speed.variant in STYLES]
 
 
 def energy(text: str) -> list[Joules]:
-    """Read tables with "joules" in the heading of columns, or in the first one, which then counts for all columns."""
+    """Return the energies in columns with "joules" in their heading, or in the first heading, which stands for all."""
     found = []
     for head, rows in tables(text):
         everywhere = "joules" in head[0].lower()
@@ -145,7 +145,7 @@ def draw_by_context(figure: Figure, points: list[Speed]) -> None:
         shown = [point for point in points if point.bits == bits]
         for program, variant in dict.fromkeys((point.program, point.variant) for point in shown):
             line = [point for point in shown if (point.program, point.variant) == (program, variant)]
-            if variant == "sparse":  # 1K is less than the length from which attention is sparse, so it has one row
+            if variant == "sparse":  # at 1K attention is not sparse yet, so that point is the dense one's
                 short = (program, "", 1024)
                 line += [point for point in shown if (point.program, point.variant, point.context) == short]
             label = f"{program} {variant.strip('`')}".strip()
@@ -170,7 +170,7 @@ def draw_energy(figure: Figure, points: list[Joules]) -> None:
 def bars(axes: Axes, rows: list[tuple[str, str, float]]) -> None:
     """Draw horizontal bars from the top: rows are a label, the program that gives the colour, and the length."""
     labels, programs, values = zip(*rows, strict=True)
-    # Positions and not names, so that equal labels stay two bars.
+    # Bars are placed by position, as matplotlib would merge bars with equal labels.
     drawn = axes.barh(range(len(rows)), values, color=[COLOURS.get(program, "#0072b2") for program in programs])
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
@@ -180,7 +180,7 @@ def bars(axes: Axes, rows: list[tuple[str, str, float]]) -> None:
 
 
 class Plot(NamedTuple):
-    """A plot: what it shows, read from the page, and how that is drawn."""
+    """A plot: the functions that read its points from the page and that draw them."""
 
     points: Callable[[str], Points]
     draw: Callable[[Any, Any], None]
@@ -194,13 +194,13 @@ PLOTS_OF_PAGE = {
 
 
 def wanted(text: str) -> dict[str, Points]:
-    """Return what each plot of a page shows, by its name, without the plots that its tables have no numbers for."""
+    """Return the points of each plot of a page, by name, without plots for which the tables have no numbers."""
     found = {name: plot.points(text) for name, plot in PLOTS_OF_PAGE.items()}
     return {name: points for name, points in found.items() if points}
 
 
 def digest(points: Points) -> str:
-    """Return what a plot of these points carries in its metadata."""
+    """Return the digest of points that a plot has in its metadata."""
     return hashlib.sha256(repr(points).encode()).hexdigest()
 
 

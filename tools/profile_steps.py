@@ -25,7 +25,7 @@ _LAST_STEPS = 20
 
 
 class Launch(NamedTuple):
-    """A kernel in a trace, in us."""
+    """One launch of a kernel in a trace; times are in us."""
 
     name: str
     grid: tuple[int, ...]
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Cost:
-    """What all launches of a kernel with one grid cost in the steps looked at, in us."""
+    """The cost of all launches of a kernel with one grid in the measured steps, in us."""
 
     count: int = 0
     own: float = 0.0
@@ -43,9 +43,10 @@ class Cost:
 
 
 def costs(launches: Sequence[Launch], first_kernel: str) -> tuple[int, float, dict[tuple[str, tuple[int, ...]], Cost]]:
-    """Return the steps looked at, the median of a step in us, and costs by kernel and grid. `launches` ascend by start.
+    """Return the number of measured steps, the median of a step in us, and costs by kernel and grid.
 
-    The last steps of the trace count, without the very last one, whose end is not known.
+    `launches` are sorted by start. The last steps of the trace are measured, without the very last one, whose end is
+    not known.
     """
     begins = [index for index, launch in enumerate(launches) if first_kernel in launch.name][-_LAST_STEPS - 1 :]
     found: dict[tuple[str, tuple[int, ...]], Cost] = defaultdict(Cost)
@@ -80,7 +81,7 @@ def traced(arguments: Sequence[str]) -> list[Launch]:
 
     from cpmrt.cli.main import main as cpmrt
 
-    torch.zeros(1, device="cuda")  # the context that CUPTI looks at
+    torch.zeros(1, device="cuda")  # creates the CUDA context that CUPTI traces
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         if status := cpmrt(["bench", *arguments]):
             sys.exit(status)
@@ -94,7 +95,7 @@ def traced(arguments: Sequence[str]) -> list[Launch]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Trace, and print the table."""
+    """Trace the benchmark and print the table. Return the exit code."""
     if not arguments or arguments[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2

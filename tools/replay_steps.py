@@ -30,7 +30,7 @@ Records = list[tuple[Step, StepResult]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replay one log; the exit code."""
+    """Replay one log. Return the exit code."""
     try:
         options = _options(arguments)
         records = _read(options.log)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def compare(records: Records, executor: Executor) -> tuple[str, float]:
-    """Return what the first other result is, '' where there is none, and by how much log-probabilities differ."""
+    """Return a text on the first result that differs ('' if none), and the largest difference of log-probabilities."""
     furthest = 0.0
     replayed = replay((step for step, _ in records), executor)
     for number, ((step, logged), (_, result)) in enumerate(zip(records, replayed, strict=True), 1):

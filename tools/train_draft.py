@@ -1,4 +1,4 @@
-"""The program of `cpmrt train-draft`: the target's text, the draft's training, and what the draft is worth."""
+"""The program of `cpmrt train-draft`: generates the target's text, trains the draft and measures its acceptance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEASURED_LENGTH = 256
 
 
 def draft_config(options: argparse.Namespace, folder: ModelFolder) -> DraftConfig:
-    """Returns the draft's sizes. Raises ConfigError."""
+    """Returns the draft's sizes by the options and the target. Raises ConfigError."""
     target, attention, taps, vocab = folder.config, folder.config.attention, (), folder.config.vocab_size
     scale, block = residual_scale(folder), {}
     if options.method == "eagle3":
@@ -82,7 +82,7 @@ class DraftMaker:
         return PromptPool([prompt_windows(path, self.tokenizer, count, length) for path in paths], self.device)
 
     def training_rows(self) -> torch.Tensor:
-        """Returns tokens [N, L + 1], from the file if it is there."""
+        """Returns the rows to train on, tokens [N, L + 1], read from --generated if that file exists."""
         options = self.options
         if options.generated is not None and options.generated.exists():
             return torch.from_numpy(np.load(options.generated)).to(self.device)
@@ -117,7 +117,7 @@ class DraftMaker:
         return {"parameters": sum(p.numel() for p in draft.parameters()), **summary}
 
     def begun_with(self, tokens: torch.Tensor) -> tuple[Draft, Array | None]:
-        """Makes a new draft, and the target's ids of its head's rows, the most frequent of `tokens`; None: all."""
+        """Makes a new draft, and the target ids of its head's rows: the most frequent in `tokens`, None for all."""
         config, names = self.config, None
         if config.method == "eagle3":
             target = self.folder.config
@@ -128,7 +128,7 @@ class DraftMaker:
         return make_draft(config, self.target, names), names
 
     def resumed(self) -> tuple[Draft, Array | None]:
-        """Reads the draft in OUT/METHOD, with the target's ids of its head's rows."""
+        """Reads the draft in OUT/METHOD, and the target ids of its head's rows (None if the head has all tokens)."""
         config, tensors, names = read_draft(self.options.out / self.config.method)
         draft = make_draft(config, self.target, names)
         draft.load(tensors)
@@ -156,14 +156,14 @@ class DraftMaker:
 
 
 def make_draft(config: DraftConfig, target: Target, token_ids: Array | None) -> Draft:
-    """Makes a draft on the target's device. `token_ids` are the target's ids of an EAGLE-3 head's rows."""
+    """Makes a draft on the target's device. `token_ids` are the target ids of the rows of an EAGLE-3 head."""
     if config.method == "dspark":
         return DSpark(config, target).to(target.device)
     return make_eagle(config, target, token_ids)
 
 
 def drafters_of(draft: Draft, token_ids: torch.Tensor | None) -> list[TreeDrafter | BlockDrafter]:
-    """Returns what is measured of a draft; that of a chain is the last."""
+    """Returns the drafters to measure a draft with, one for each shape; the last one drafts chains."""
     if isinstance(draft, DSpark):
         return [BlockDrafter(draft, TreeShape.chain(draft.config.block_size))]
     assert isinstance(draft, Eagle)

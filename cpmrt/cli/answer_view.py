@@ -1,4 +1,4 @@
-"""Shows an answer as it comes. This is the way for files and pipes; `terminal_view` has that for terminals."""
+"""Shows an answer as it comes: the interface, and the view for files and pipes. `terminal_view` is for terminals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AnswerView(Protocol):
 
 
 class PlainView:
-    """Writes an answer to standard output exactly, an empty line between thoughts and the rest."""
+    """Writes an answer to standard output unchanged, with an empty line between the thoughts and the rest."""
 
     def __init__(self) -> None:
         self._was_thought = False

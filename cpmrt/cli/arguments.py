@@ -1,4 +1,4 @@
-"""Options that commands share. Their defaults are those of the dataclasses they fill."""
+"""Options that several commands share. Their defaults are those of the dataclasses that they fill."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from cpmrt.config.quantization import GROUP_SIZES
 
 
 class Options(Protocol):
-    """A parser, or a group of its options."""
+    """A parser, or a group of options of a parser: anything that options can be added to."""
 
     def add_argument(self, *names: str, **settings: Any) -> Any: ...
 
 
-# Option -> its settings, for options that fill no field of a dataclass.
+# Option -> its arguments for `add_argument`, for options whose default comes from no dataclass.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--revision": {"metavar": "REV", "help": "branch, tag or commit of a hub repository"},
     "--hf-overrides": {
@@ -101,9 +101,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 WEIGHT_BITS = ("--weight-bits", "--group-size", "--block-type", "--draft-weight-bits")
-"""Options of models with random weights."""
+"""The options that set how the weights of a model with random weights are quantised."""
 
-# Option -> (type, metavar, help). The name is the field's, with dashes.
+# Field of EngineConfig -> (type, metavar, help) of its option, which has the field's name with dashes.
 _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "executor": (str, "NAME", "auto, cuda or reference (NumPy)"),
     "dtype": (str, "TYPE", "of weights, KV and activations: auto (the checkpoint's), bfloat16, float16 or float32"),
@@ -137,7 +137,7 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_thinking_tokens": (int, "N", "close a thought after this many tokens (default: never)"),
 }
 MODELS_OWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "loop_penalty")
-"""Fields of SamplingParams whose default the model decides."""
+"""Fields of SamplingParams whose default is taken from the model's files."""
 # Option -> (key of `speculate`, type, metavar, help).
 _DRAFT_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str, str]] = {
     "--draft-iters": ("num_passes", int, "N", "draft passes of a step: the depth of its tree"),
@@ -189,7 +189,7 @@ def add_model_argument(parser: Options) -> None:
 
 
 class _OneModel(argparse.Action):
-    """Keeps the model, which may be named in two ways but only once."""
+    """Stores the model, given as MODEL or --model; both together are an error unless they are equal."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -205,7 +205,7 @@ def add_engine_options(parser: Options, *names: str) -> None:
 
 
 def add_draft_options(parser: argparse.ArgumentParser) -> None:
-    """Add --draft, --speculate and options for what differs from the method's defaults."""
+    """Add --draft, --speculate and the options that override the defaults of the draft's method."""
     group = parser.add_argument_group("speculation (faster, the same tokens)")
     add_options(group, "--draft", "--speculate")
     for option, (key, kind, metavar, described) in _DRAFT_OPTIONS.items():
@@ -222,10 +222,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of SamplingParams but two.
+    """Add an option for each field of SamplingParams except `logprobs` and `seed`.
 
-    `logprobs` has an option where a command can show them. The seed is left to the engine's, so that one --seed repeats
-    a whole run and the turns of a chat still differ.
+    Only commands that can show logprobs have an option for them (`add_logprobs_option`). --seed sets the engine's seed
+    instead, so that one value repeats a whole run and the turns of a chat still differ.
     """
     group = parser.add_argument_group("sampling")
     _add_fields(group, SamplingParams, _SAMPLING_OPTIONS)
@@ -282,7 +282,10 @@ def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | Non
 
 
 def draft_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return keys for the config.json of a shape's drafts. Raises UsageError without --shape, and one of its drafts."""
+    """Return the keys that --draft-weight-bits changes in the config.json of a shape's drafts.
+
+    Raises UsageError if it is given without --shape or without one of the shape's drafts.
+    """
     if args.draft_weight_bits == 16:
         return {}
     if not args.shape:
@@ -298,12 +301,12 @@ def check_one_source(args: argparse.Namespace, command: str) -> None:
 
 
 def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return those of the values that the command has options for."""
+    """Return the values of these arguments by name, leaving out those that the command has no option for."""
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def _add_fields(parser: Options, owner: Any, options: dict[str, tuple[Callable[[str], Any], str, str]]) -> None:
-    """A field of kind bool is a switch that turns it on."""
+    """Add an option for each of these fields of the dataclass `owner`. A bool field gets a switch that turns it on."""
     defaults = {field.name: field.default for field in fields(owner)}
     for name, (kind, metavar, described) in options.items():
         option = f"--{name.replace('_', '-')}"

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_no_times(args: argparse.Namespace) -> None:
-    """Raise UsageError for an option that says what to time, and how."""
+    """Raise UsageError for an option that only timed runs use; --repeatability measures no times."""
     given = {
         "--json": args.json, "--plot": args.plot, "--startup": args.startup, "--case and --context": args.cases,
         "--temperature": args.temperature, "--repeats": args.repeats != _REPEATS,
@@ -125,7 +125,7 @@ def _check_no_times(args: argparse.Namespace) -> None:
 
 
 def _repeatability(settings: dict[str, Any], num_prompts: int) -> int:
-    """Return 1 if any answer differs."""
+    """Ask the same prompts again, alone and together, and show how many answers differ. Return 1 if any does."""
     with LLM(**settings) as llm:
         counts = [ask_again(llm, num_prompts, temperature) for temperature in TEMPERATURES]
     rows = [
@@ -146,7 +146,7 @@ def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     if args.simulate_accept is not None:
         if settings["speculate"] == "off":
             raise ConfigError("simulate_accept needs speculation", fix="name a draft")
-        # Always the first shape: what pays off is not to be found out from forced results.
+        # Not adaptive: accept lengths that are forced say nothing about which tree shape pays off.
         wishes = {} if settings["speculate"] == "auto" else settings["speculate"]
         settings["speculate"] = wishes | {"adaptive": False, "simulate_accept": args.simulate_accept}
     needed = max(case.sequences for case in cases)
@@ -160,7 +160,10 @@ def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
 
 
 def _long_enough(shape: str, cases: list[Case]) -> dict[str, int]:
-    """Return a position limit for the config of a shape: random weights are as good at any position."""
+    """Return the config.json key that raises a shape's position limit to what the longest case needs.
+
+    Random weights work equally well at any position.
+    """
     longest = max(case.prompt_tokens + case.new_tokens for case in cases)
     return {"max_position_embeddings": max(longest, shape_config(shape)["max_position_embeddings"])}
 

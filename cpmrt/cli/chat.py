@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_local_options(parser: argparse.ArgumentParser) -> None:
-    """Add what decides how a model is loaded here, of which a server knows nothing."""
+    """Add the options that decide how a model is loaded in this process; with --url they mean nothing."""
     add_model_argument(parser)
     add_model_options(parser)
     add_engine_options(parser, "prefix_dir")
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _api_key(args: argparse.Namespace) -> str | None:
-    """Return the key that the option gives, else that of the environment. Raises ConfigError."""
+    """Return the key that --api-key gives, else that of CPMRT_API_KEY; None without either. Raises ConfigError."""
     key, source = (env.api_key(), "CPMRT_API_KEY") if args.api_key is None else (args.api_key, "--api-key")
     if key is not None:
         check_key(key, source)
@@ -96,7 +96,7 @@ def _api_key(args: argparse.Namespace) -> str | None:
 
 
 def _check_nothing_local(args: argparse.Namespace) -> None:
-    """Raise UsageError for an option about a model here that has another value than where it is not given."""
+    """Raise UsageError if an option that decides how a model is loaded here has another value than its default."""
     parser = Parser(add_help=False)
     _add_local_options(parser)
     unasked = parser.parse_args([])
@@ -120,7 +120,7 @@ def _talk(session: ChatSession) -> int:
 
 
 def _typed() -> Iterator[str]:
-    """Yield what is typed; while a message is answered, what is typed is not shown."""
+    """Yield the messages that are typed. While one is answered, keys that are pressed are not echoed."""
     from cpmrt.cli.terminal import hidden_typing, typed_messages
 
     for message in typed_messages(list(COMMANDS)):
@@ -129,6 +129,6 @@ def _typed() -> Iterator[str]:
 
 
 def _piped_lines() -> Iterator[str]:
-    """Yield lines until the end of the input. Raises RequestError on what is not UTF-8."""
+    """Yield the lines of standard input. Raises RequestError if one is not UTF-8."""
     for raw in sys.stdin.buffer if sys.stdin is not None else ():
         yield decoded(raw, "standard input")

@@ -1,4 +1,4 @@
-"""What a line that begins with a slash does in `cpmrt chat`."""
+"""The commands of `cpmrt chat`: lines that begin with a slash."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
 _SWITCHES = {"on": True, "off": False}
 _NONE_IS = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "ignore_eos": False, "loop_repeats": 0}
-"""What "none" means for the settings that take no None."""
+"""The value that /set NAME none gives to settings which cannot be None."""
 _NOT_SETTINGS = {"n", "logprobs", "logit_bias", "stop_token_ids", "grammar_trigger", *FORM_FIELDS}
 
 
 class Command(NamedTuple):
-    """A command: what it takes, what it does, and the function that does it; `needs` says that it must be given."""
+    """A command: its argument and its description as /help shows them, and the function that runs it.
+
+    `needs` says that the argument is required.
+    """
 
     takes: str
     does: str
@@ -34,7 +37,8 @@ class Command(NamedTuple):
 
 
 def run_command(session: ChatSession, line: str) -> bool | None:
-    """Run the command that a line is; None: it is none. Return False if it failed; the reason has been shown then."""
+    """Run the command in a line. Return True if it worked, False if it failed (the reason has been shown then), and
+    None if the line is no command but a message."""
     name, _, argument = line.partition(" ")
     if re.fullmatch(r"/[a-z?]+", name) is None or (name not in COMMANDS and argument):
         return None
@@ -83,7 +87,7 @@ def _retry(session: ChatSession, argument: str) -> bool:
         return False
     before = session.conversation.last
     done = session.answer(turn[0])
-    if session.conversation.last in (None, before):  # nothing came: the answer before stays
+    if session.conversation.last in (None, before):  # no new answer came: the old one stays
         session.conversation.add(*turn)
     return done
 
@@ -137,7 +141,7 @@ def _set(session: ChatSession, argument: str) -> bool:
 
 
 def _change(session: ChatSession, name: str, value: str) -> None:
-    """Change one setting. Raises RequestError that names it."""
+    """Change one setting. Raises RequestError, naming the setting, for an unknown name or an invalid value."""
     model = session.model
     known = [*_settings(model.params), "thinking", "stats", "markdown"]
     if name not in known:
@@ -164,7 +168,7 @@ def _replaced(params: SamplingParams, name: str, value: str) -> SamplingParams:
     if read is None:
         read = _NONE_IS.get(name)
     elif name == "stop" and not isinstance(read, (str, tuple)):
-        read = value  # a text that looks like a number or a switch
+        read = value  # a stop string that looks like a number or a switch
     try:
         return replace(params, **{name: read})
     except RequestError as error:
@@ -173,7 +177,7 @@ def _replaced(params: SamplingParams, name: str, value: str) -> SamplingParams:
 
 
 def _value(text: str) -> Any:
-    """Return none, on, off, a number or a JSON list as such, other text as it is."""
+    """Return the value that a text stands for: None, a bool, a number or a list (as a tuple), else the text itself."""
     if text in ("none", "auto", "default"):
         return None
     if text in _SWITCHES:
@@ -220,4 +224,4 @@ COMMANDS = {
     "/exit": Command("", "", _leave),
     "/quit": Command("", "", _leave),
 }
-"""Those without a description are other names, as users of other programs know them."""
+"""The commands by name. Those without a description are aliases, as other programs name them; /help omits them."""

@@ -19,7 +19,11 @@ _ENDS = {
 
 
 class ChatSession:
-    """A conversation with a model. `shows_cost` and `makes_up` (Markdown on a terminal) may change between answers."""
+    """A conversation with a model. It runs commands, has questions answered, shows the answers and keeps the turns.
+
+    `shows_cost`: show the cost after each answer; `makes_up`: render Markdown on a terminal. Both may change between
+    answers.
+    """
 
     def __init__(
         self,
@@ -33,7 +37,7 @@ class ChatSession:
         self.model, self.conversation = model, conversation
         self.shows_cost, self.makes_up = shows_cost, makes_up
         self.last: Completion | None = None
-        """The last answer."""
+        """The completion of the last answer, None before the first."""
         self.is_over = False
         self._interrupt = interrupt
 
@@ -49,7 +53,7 @@ class ChatSession:
         return self.answer(message) if done is None else done
 
     def answer(self, question: str) -> bool:
-        """Answer a question, and keep both. Return False if it could not be answered."""
+        """Answer a question, and keep question and answer. Return False if it could not be answered."""
         with self._interrupt:
             try:
                 answer, num_dropped = self.model.open(self.conversation, question)
@@ -57,7 +61,7 @@ class ChatSession:
                     note(f"the conversation no longer fits the context: its oldest turns ({num_dropped}) are dropped")
                     self.conversation.drop_oldest(num_dropped)
                 self._show(answer)
-            except StopRequestedError:  # before the first part, or at the very end
+            except StopRequestedError:  # Ctrl-C came before the first part or after the last
                 note("(stopped)")
                 return True
             except RequestError as error:
@@ -68,7 +72,7 @@ class ChatSession:
         return True
 
     def _show(self, answer: Answer) -> None:
-        """Show the answer as it comes, then how it ended if that was not by itself."""
+        """Show the answer as it comes, and afterwards why it ended, unless the model ended it."""
         view = self._view()
         with answer:
             try:

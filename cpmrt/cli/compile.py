@@ -49,9 +49,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile the modules that the cache lacks.
+    """Compile the modules that the cache lacks, for each --arch or for this GPU.
 
-    Raises KernelCompileError, ConfigError if the cache cannot be written, NoDeviceError without --arch and GPU.
+    Raises KernelCompileError, ConfigError if the cache cannot be written, NoDeviceError if there is neither --arch nor
+    a GPU.
     """
     options.check_one_source(args, "compile")
     if args.sms and not args.arch:
@@ -86,7 +87,8 @@ def _wanted(
 ) -> Iterator[tuple[DType, list[Module]]]:
     """Yield the modules to compile for each storage type, each module once.
 
-    Of all known models, those that cannot run so (draft trees with a recurrent state) are left out.
+    Where all known models are compiled, those that cannot run with these options (draft trees with a recurrent state)
+    are left out.
     """
     wanted: dict[DType, dict[object, Module]] = {}
     for model in models:

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return one parser with all commands in it, whose arguments say which files complete them."""
+    """Return one parser that has all commands; arguments that name a file or a folder are marked so for `shtab`."""
     import shtab
 
     parser = Parser(prog="cpmrt")

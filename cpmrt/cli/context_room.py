@@ -1,4 +1,4 @@
-"""What of a conversation fits the context beside its next answer, as the chat page estimates it for a server too."""
+"""Estimates how much of a conversation fits the context beside its next answer, as the chat page of a server does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from cpmrt.cli.conversation import Message
 _ANSWER_ROOM = 1024
 """Tokens of the context that are kept free for an answer that may go on until the context is full."""
 _TYPICAL_TOKENS, _TYPICAL_CHARACTERS = 120, 300
+"""An assumed text, added to what was counted, so that a short prompt does not decide the tokens per character."""
 
 
 def room_for_prompt(context: int, max_new_tokens: int | None) -> int:
-    """Return how many tokens of a context a prompt may take: an answer gets what it may have, a quarter at most."""
+    """Return how many of the `context` tokens a prompt may take.
+
+    The answer's share is `max_new_tokens`, or _ANSWER_ROOM without it, but at most a quarter of the context.
+    """
     return context - min(max_new_tokens or _ANSWER_ROOM, context // 4)
 
 
 class PromptEstimate:
-    """Estimates the tokens of a prompt from those of the last one that a server has counted.
+    """Estimates the tokens of a prompt from the last prompt whose tokens a server has counted.
 
-    Short prompts are mostly the template's own tokens, so that they say little of what a character costs.
+    Short prompts are mostly tokens of the template itself, so they say little about tokens per character.
     """
 
     def __init__(self) -> None:

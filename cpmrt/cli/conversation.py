@@ -19,7 +19,7 @@ MAX_FILE_BYTES = 64 * 2**20
 
 
 class Part(NamedTuple):
-    """A part of an answer as it comes."""
+    """A piece of an answer as it comes; `is_thought` says that it belongs to the model's thoughts."""
 
     text: str
     is_thought: bool = False
@@ -34,12 +34,12 @@ class Answer(Protocol):
 
     @property
     def text(self) -> str:
-        """What has come so far, without the thoughts."""
+        """The text that has come so far, without the thoughts."""
         ...
 
     @property
     def completion(self) -> Completion:
-        """How the answer ended and what it cost, as far as that is known."""
+        """The completion so far: how the answer ended and what it cost, as far as that is known."""
         ...
 
 
@@ -54,11 +54,11 @@ class ChatModel(Protocol):
         ...
 
     def open(self, conversation: Conversation, question: str) -> tuple[Answer, int]:
-        """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
+        """Begin the answer to one more question; also return how many of the oldest turns had to be left out."""
         ...
 
     def describe(self) -> list[str]:
-        """Return lines that say which model this is, what it has and how it samples."""
+        """Return lines that name the model, where it runs, its context and, if known, its memory and sampling."""
         ...
 
     def usage(self, conversation: Conversation) -> str:
@@ -84,13 +84,13 @@ class Conversation:
         return self._turns[-1] if self._turns else None
 
     def messages(self, *, skip: int = 0) -> list[Message]:
-        """Return the system message and the turns, but for the `skip` oldest."""
+        """Return the messages: the system message, and all turns except the `skip` oldest."""
         start = [] if self.system is None else [_message("system", self.system)]
         turns = [(_message("user", question), _message("assistant", answer)) for question, answer in self._turns[skip:]]
         return [*start, *(message for turn in turns for message in turn)]
 
     def asked(self, question: str, *, skip: int = 0) -> list[Message]:
-        """Return the messages and one more question, which is not kept yet."""
+        """Return the messages followed by one more question, which is not kept yet."""
         return [*self.messages(skip=skip), _message("user", question)]
 
     def add(self, question: str, answer: str) -> None:
@@ -109,9 +109,9 @@ class Conversation:
         self._turns.clear()
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON, for this user's eyes only, and all at once.
+        """Write the messages as JSON into a file that only this user can read, replacing it in one step.
 
-        Replaces a conversation, also one that `path` links to, but no other file. Raises RequestError.
+        An existing file, also one that `path` links to, is replaced only if it is a conversation. Raises RequestError.
         """
         if os.path.lexists(path):
             try:

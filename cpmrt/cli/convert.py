@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the target. Raises CheckpointError, ConfigError, UnsupportedModelError, and nothing is left of it then."""
+    """Make the target. Raises CheckpointError, ConfigError, UnsupportedModelError, and leaves nothing of it then."""
     made = args.to or ("gguf" if args.target.suffix == GGUF_SUFFIX else "marlin")
     if args.type is not None and made != "gguf":
         raise UsageError("--type is for --to gguf")

@@ -1,4 +1,4 @@
-"""A model as its files describe it, for commands that load none: config, weights as they will be held, draft."""
+"""Describes a model from its files, for commands that load no weights: config, how weights will be held, draft."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def described_model(
     model: str | None,
     shape: str | None,
 ) -> tuple[str, Blueprint]:
-    """Describe `model` (None: the bundled one) or the well-known `shape`, changed as the options say, with its name.
+    """Return the name and the blueprint of `model` (None: the bundled one) or of the well-known `shape`.
 
-    This fetches no weights from the hub; those that are there say which layers are quantised or ternary.
+    The options change it. No weights are fetched from the hub; those that are there already say which layers are
+    quantised or ternary.
     Raises CheckpointError, ConfigError, UnsupportedModelError, UsageError.
     """
     changes, overrides = options.draft_changes(args), options.overrides_with_weight_bits(args)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGHUP while a command runs: it ends as it does after Ctrl-C, and nothing half made stays behind."""
+"""Makes SIGTERM and SIGHUP end a command the way Ctrl-C does, so that it leaves nothing half made behind."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NUMBERS = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """While the block runs, the first of these signals raises SystemExit there, with the exit code that shells expect.
+    """Raise SystemExit in the block at the first SIGTERM or SIGHUP, with the exit code that shells expect.
 
-    Those that follow are ignored until the block ends: a closed terminal sends several. So is one that was ignored
-    before (nohup).
+    Later ones are ignored until the block ends, as a closed terminal sends several. A signal whose handling was changed
+    before the block (nohup ignores SIGHUP) keeps that. Only the main thread takes signals.
     """
     is_main = threading.current_thread() is threading.main_thread()
     taken = [number for number in _NUMBERS if is_main and signal.getsignal(number) is signal.SIG_DFL]

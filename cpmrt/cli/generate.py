@@ -61,7 +61,7 @@ def _generate(
 ) -> Completion:
     ids = llm.tokenizer.encode(prompt) if llm.tokenizer and isinstance(prompt, str) else prompt
     with llm.stream(ids, params) as stream:
-        # A prompt of one step has no progress to show.
+        # A prompt that is prefilled in one step has no progress to show.
         if sys.stderr.isatty() and len(ids) > EngineConfig.prefill_chunk:
             progress.start(len(ids))
         for piece in stream:

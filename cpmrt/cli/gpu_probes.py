@@ -26,19 +26,19 @@ _DRIVER_FIXES = {
     _DRIVER_MISMATCH: "sudo reboot (the kernel module and the driver library are of different versions)",
 }
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
-"""CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_* of cuda.h."""
+"""The attributes CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h."""
 
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver and what it finds; `cuda_version` is 12080 for CUDA 12.8, 0 where no driver works."""
+    """The NVIDIA driver: its CUDA version (12080 for CUDA 12.8, 0 if no driver works) and the findings about it."""
 
     cuda_version: int
     findings: tuple[Finding, ...]
 
 
 def driver() -> Driver:
-    """Ask libcuda, by ctypes, for its version and its devices."""
+    """Ask libcuda, by ctypes, for its CUDA version and its devices."""
     try:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -54,7 +54,7 @@ def driver() -> Driver:
 
 
 def nvml(driver: Driver) -> Finding:
-    """Report the management library behind nvidia-smi, which the optional package pynvml loads."""
+    """Report NVML, the library behind nvidia-smi, which the optional package pynvml loads."""
     try:
         pynvml = importlib.import_module("pynvml")
     except ImportError:
@@ -106,7 +106,7 @@ def _devices(libcuda: Any) -> Iterator[Finding]:
 
 
 def _integer(call: Any, *arguments: Any) -> int:
-    """Return the int that a driver call stores behind its first argument; 0 if it fails."""
+    """Return the int that a driver call writes to the pointer in its first argument; 0 if the call fails."""
     value = ctypes.c_int(0)
     return 0 if call(ctypes.byref(value), *arguments) else value.value
 
@@ -118,12 +118,12 @@ def _error_name(libcuda: Any, error: int) -> str:
 
 
 def _is_of_family(name: str, wheel: str) -> bool:
-    """Tell whether a distribution is `wheel`, perhaps with the CUDA series in its name (cupy-cuda13x, ...-cu12)."""
+    """Whether a distribution is `wheel`, perhaps with the CUDA series in its name (cupy-cuda13x, ...-cu12)."""
     return name == wheel or name.startswith((f"{wheel}-cuda", f"{wheel}-cu1"))
 
 
 def _package(wheel: str, series: str) -> str:
-    """Return the name to install: the CUDA 12 wheels carry the series, those of CUDA 13 no longer do."""
+    """Return the name to install: CuPy and NVIDIA's CUDA 12 wheels carry the series in it, CUDA 13 wheels do not."""
     if wheel == "cupy":
         return f"cupy-cuda{series[2:]}x"
     return f"{wheel}-{series}" if wheel.startswith("nvidia-") and series == "cu12" else wheel
@@ -136,9 +136,9 @@ def _absent(subject: str, found: str, driver: Driver, package: str) -> Finding:
 
 
 def _nvrtc_libraries() -> Iterator[str]:
-    """Yield NVRTC's libraries: those of the wheels, the newest first, then whatever the dynamic linker knows.
+    """Yield candidates for NVRTC's library: those of the wheels, the newest first, then those of the dynamic linker.
 
-    An older one must not be loaded beside it: the bindings would compile with the one that they find in the process.
+    No older one may be loaded as well: the bindings compile with the library that is in the process already.
     """
     wheels = (dist for dist in distributions() if _is_of_family((dist.metadata["Name"] or "").lower(), _WHEELS[3]))
     files = chain.from_iterable(dist.files or () for dist in wheels)

@@ -1,4 +1,4 @@
-"""Checks of `cpmrt doctor` on any machine: versions, packages, cache folder, bundled model, executor, kernels."""
+"""Checks of `cpmrt doctor` for any machine: versions, packages, cache folder, bundled model, executor, kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _USES = {
     "grammar": "which answers with a form (--json-schema, --regex, ...) need",
     "modelscope": "which models named modelscope:ORG/NAME need",
 }
-"""What the packages of each extra are for."""
+"""Extra -> the use that its packages have, as a clause of a finding."""
 
 
 class Status(Enum):
@@ -80,7 +80,7 @@ def versions() -> Iterator[Finding]:
 
 
 def required_packages() -> Iterator[Finding]:
-    """Report the packages without which cpmrt cannot run, but for NumPy, which `versions` reports."""
+    """Report the packages without which cpmrt cannot run. An installed NumPy is left out, as `versions` reports it."""
     requirements = required()
     if not requirements:
         fix = pip_install("--editable", str(Path(cpmrt.__file__).parents[1]))
@@ -115,7 +115,7 @@ def installed_version(package: str) -> str | None:
 
 
 def cache_folder() -> Finding:
-    """Report where compiled kernels go: its size, or that it cannot be written."""
+    """Report the folder that compiled kernels are cached in: its size, or that it cannot be written."""
     try:
         folder = cache_dir()
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -130,7 +130,7 @@ def cache_folder() -> Finding:
 
 
 def bundled_model() -> Finding:
-    """Report whether the model that runs by default is there and whole."""
+    """Report whether the bundled model, which runs by default, is complete."""
     try:
         config = ModelFolder.open(None).config
         with Checkpoint.open(BUNDLED) as checkpoint:
@@ -151,7 +151,7 @@ def bundled_model() -> Finding:
 
 
 def executor() -> Finding:
-    """Report what runs a model here where nothing else is asked for."""
+    """Report which executor runs a model here by default."""
     from cpmrt.cuda.driver.device import open_device
 
     try:

@@ -108,9 +108,9 @@ def _write_tensors(tensors: list[dict[str, Any]], *, every: bool) -> None:
 
 
 def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return everything known of a checkpoint as plain data; `problems` says, a line each, why it will not run.
+    """Return everything known about a checkpoint as plain data; `problems` lists the reasons why it will not run.
 
-    Raises CheckpointError, ConfigError where not even config.json can be read.
+    Raises CheckpointError, ConfigError if not even config.json can be read.
     """
     path = hub.resolve(model, revision=revision, weights=False)
     check_kind(path)
@@ -167,7 +167,7 @@ def _sizes(config: ModelConfig) -> dict[str, Any]:
 def _weights(
     path: Path, config: ModelConfig | None, problems: list[str], *, may_be_absent: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any] | None]:
-    """Return the tensors, files and quantisation of a checkpoint; defects are added to `problems`."""
+    """Return the tensors, files and quantisation of a checkpoint; what is wrong with them is added to `problems`."""
     if may_be_absent and not has_weights(path):
         return [], [], _checked_quantization(config, None, problems)
     tensors: list[dict[str, Any]] = []
@@ -188,7 +188,7 @@ def _weights(
 def _checked_quantization(
     config: ModelConfig | None, checkpoint: Checkpoint | None, problems: list[str]
 ) -> dict[str, Any] | None:
-    """Return how the weights are quantised; tensors that are not as they must be are added to `problems`."""
+    """Return how the weights are quantised. Tensors that do not fit the config are added to `problems`."""
     if config is None:
         return None
     settings = config.quantization
@@ -217,7 +217,7 @@ def _tokenizer(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _num_parameters(config: ModelConfig | None, tensors: Sequence[Mapping[str, Any]]) -> int | None:
-    """Count the parameters of the model that the config describes, else those stored; None where neither is known."""
+    """Return the number of parameters, by the config or else by the stored tensors; None if neither is known."""
     if config is not None:
         return sum(spec.num_elements for spec in tensor_specs(config))
     return sum(prod(tensor["shape"]) for tensor in tensors) or None
@@ -235,7 +235,7 @@ def _quant_method(raw: Mapping[str, Any]) -> Any:
 
 
 def _used(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a rotary embedding that its kind sets."""
+    """Return the fields of a rotary embedding that its kind uses: `kind`, `theta`, and those not at their default."""
     kind = rope["kind"]
     always = {name: rope[name] for name in ("kind", "theta")}
     if kind == "default":

@@ -46,12 +46,12 @@ def step_log(path: str) -> Iterator[StepListener]:
     try:
         yield listener
     finally:
-        with suppress(OSError):  # every record is flushed: what fails here has failed before
+        with suppress(OSError):  # every record was flushed: an error here has been raised before
             file.close()
 
 
 class PrefillProgress:
-    """Shows a line on the terminal while a prompt is read, and takes it away before the answer begins."""
+    """Shows a progress line on the terminal while a prompt is prefilled, and removes it before the answer begins."""
 
     def __init__(self) -> None:
         self._display: Progress | None = None
@@ -80,18 +80,18 @@ class PrefillProgress:
             self.stop()
 
     def stop(self) -> None:
-        """Take the line away. May be called again."""
+        """Remove the line. May be called again."""
         if self._display is not None:
             self._display.stop()
             self._display = None
 
 
 class StopRequestedError(Exception):
-    """Ctrl-C was pressed, and nothing is broken by it."""
+    """Ctrl-C was pressed to stop an answer; the engine and the conversation are intact."""
 
 
 class StopAtOnce:
-    """While its `with` block runs, Ctrl-C raises StopRequestedError there: for an answer whose engine is elsewhere."""
+    """Makes Ctrl-C raise StopRequestedError at once in its `with` block: for answers of an engine elsewhere."""
 
     requested = False
 
@@ -108,10 +108,10 @@ class StopAtOnce:
 
 
 class StopOnInterrupt(StopAtOnce):
-    """While its `with` block runs, Ctrl-C stops the answer between two steps, which leaves the engine whole.
+    """Makes Ctrl-C in its `with` block stop the answer between two steps, which leaves the engine intact.
 
-    A second Ctrl-C interrupts at once. As a listener it raises StopRequestedError between the chunks of a prompt;
-    between the pieces of an answer the caller looks at `requested`.
+    A second Ctrl-C raises KeyboardInterrupt at once. As a step listener this raises StopRequestedError between the
+    chunks of a prompt; between the pieces of an answer the caller has to check `requested`.
     """
 
     def __call__(self, step: Step, result: StepResult) -> None:

@@ -22,7 +22,7 @@ from cpmrt.text.thinking import opened_thought
 
 
 class LocalModel:
-    """Chats through an LLM. `name` is what the user calls the model."""
+    """Answers a conversation with an LLM in this process. `name` is what the user calls the model."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class LocalModel:
         self._prompt(conversation.asked("?"))
 
     def describe(self) -> list[str]:
-        """Return name, device, context and memory, and how answers are sampled."""
+        """Return two lines: name, device, context and memory of the model, and how answers are sampled."""
         device = getattr(self._llm.executor, "device", None)
         where = device.name if device is not None else "the CPU (NumPy)"
         memory = format_bytes(self._llm.plan.total_bytes)
@@ -58,20 +58,20 @@ class LocalModel:
             return f"context: full ({most:,} tokens)"
 
     def open(self, conversation: Conversation, question: str) -> tuple[LocalAnswer, int]:
-        """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
+        """Begin the answer to one more question; also return how many of the oldest turns had to be left out."""
         prompt, num_dropped = self.fit(conversation, question)
         thought_end = opened_thought(self._llm.tokenizer, prompt)
         job = Generation(self._llm.request(prompt, self.params), marker_ids(self._llm.tokenizer))
         return LocalAnswer(TextStream(self._llm.shared, job), thought_end, self._llm.prepare_next_turn), num_dropped
 
     def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
-        """Return the prompt for one more question, without the oldest turns where it does not fit, and their number.
+        """Return the prompt for one more question, and how many of the oldest turns were left out to make it fit.
 
-        What leaves no room for an answer even without any is returned all the same: `LLM.stream` refuses it with the
-        figures. Raises ContextLengthError if it does not fit at all.
+        A prompt that leaves too little room for an answer even without any turns is returned all the same:
+        `LLM.stream` refuses it and names the figures. Raises ContextLengthError if it exceeds the context by itself.
         """
         context = self._llm.max_context
-        # What `max_new_tokens` asks for must fit whole: without that the LLM refuses the prompt.
+        # The LLM refuses a prompt unless all of `max_new_tokens` fits behind it.
         most = self.params.max_new_tokens
         room = room_for_prompt(context, None) if most is None else context - most
         for skip in range(conversation.num_turns):
@@ -88,7 +88,10 @@ class LocalModel:
 
 
 class LocalAnswer:
-    """An answer of an LLM, its thoughts told from the rest; `prepare` is called behind one that was read to its end."""
+    """An answer of an LLM, split into thoughts and text.
+
+    `prepare` is called after an answer that was read to its end, when its `with` block is left.
+    """
 
     def __init__(self, stream: TextStream, thought_end: str | None, prepare: Callable[[], None]):
         self._stream, self._splitter, self._prepare = stream, ChatText(thought_end, None), prepare
@@ -110,12 +113,12 @@ class LocalAnswer:
 
     @property
     def text(self) -> str:
-        """What has come so far, without the thoughts."""
+        """The text that has come so far, without the thoughts."""
         return "".join(self._texts)
 
     @property
     def completion(self) -> Completion:
-        """The completion so far, with the thoughts."""
+        """The completion so far, its text with the thoughts."""
         return self._stream.completion
 
     def _parts(self, deltas: list[Delta]) -> Iterator[Part]:

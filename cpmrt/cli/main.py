@@ -1,7 +1,7 @@
-"""The program `cpmrt`: it runs a command and turns every way that can end into an exit code.
+"""The program `cpmrt`: it runs one command, and turns every way in which the command can end into an exit code.
 
 0: done. 1: a CpmrtError, one line on stderr. 2: wrong usage, one line on stderr. 130: Ctrl-C. 129, 143: SIGHUP and
-SIGTERM, which `serve` takes in its own way. 141: the reader of standard output went away (`| head`). Any other
+SIGTERM, which `serve` handles itself. 141: the reader of standard output went away (`| head`). Any other
 exception is a bug and keeps its traceback.
 """
 
@@ -43,7 +43,7 @@ _OTHER_NAMES = {
     "run": "chat", "complete": "generate", "show": "inspect", "ls": "list", "download": "pull", "remove": "rm",
     "delete": "rm", "server": "serve", "start": "serve", "benchmark": "bench", "version": "--version",
 }  # fmt: skip
-"""What other programs call the same."""
+"""Names that other programs have for a command (or an option) -> the name here, for the hint in an error."""
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
 
 
@@ -89,7 +89,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    """Write what Python code would see as a warning on one line, without the place in the program."""
+    """Write a Python warning as one line on standard error, without the place in the program that it names."""
     complain(f"cpmrt: warning: {printable(naming_options(str(message)))}")
 
 
@@ -99,7 +99,7 @@ def module_name(command: str) -> str:
 
 
 def _start_log(*, is_quiet: bool) -> None:
-    """Show what cpmrt logs while it fetches a model on standard error, unless nothing is to be said."""
+    """Show on standard error what cpmrt logs while it fetches a model; with --quiet only errors."""
     show_remarks(not is_quiet)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -131,7 +131,7 @@ def _command(text: str) -> str:
 
 
 def _open_missing_streams() -> None:
-    """Open the standard streams that the caller has closed, which Python leaves None; what is written there is dropped.
+    """Open the output streams that the caller has closed (None in `sys`), so that what is written there is dropped.
 
     A terminal that cannot show a character gets a replacement instead of a crash.
     """

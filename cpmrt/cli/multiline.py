@@ -1,4 +1,4 @@
-"""Messages of several lines, typed or piped: between triple quotes, or with a backslash at the end of a line."""
+"""Reads messages of several lines, typed or piped: between triple quotes, or with a backslash at a line's end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ QUOTES = '"""'
 
 
 def is_open(text: str) -> bool:
-    """Tell whether a message goes on after this text: its triple quotes are open, or it ends with a backslash."""
+    """Whether a message goes on after this text: its triple quotes are still open, or it ends with a backslash."""
     start = text.strip()
     if start.startswith(QUOTES):
         return len(start) < 2 * len(QUOTES) or not start.endswith(QUOTES)
@@ -24,7 +24,7 @@ def unquoted(text: str) -> str:
 
 
 def messages(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the messages that lines make; the end of the lines ends the last one too."""
+    """Yield the messages that these lines form. The last message ends with the lines, even if it is still open."""
     begun: str | None = None
     for line in lines:
         line = line.removesuffix("\n").removesuffix("\r")

@@ -1,4 +1,4 @@
-"""What the values of options mean: parsers for argparse, which raise ArgumentTypeError."""
+"""Parsers for the values of options, to be used as `type` in argparse. They raise ArgumentTypeError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cpmrt.errors import ConfigError, reason_of
 
 
 def memory_size(text: str) -> int:
-    """Parse the value of an option in bytes, such as 8GiB."""
+    """Parse a size in bytes, such as 8GiB."""
     try:
         return parse_bytes(text)
     except ConfigError as error:
@@ -23,7 +23,7 @@ def memory_size(text: str) -> int:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse the value of an option that is a JSON object."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -34,7 +34,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def integer(low: int, high: int, what: str = "a positive integer") -> Callable[[str], int]:
-    """Return a parser for an option from `low` to `high`; its errors say that they expected `what`."""
+    """Return a parser for integers from `low` to `high`; its errors say that it expected `what`."""
 
     def parsed(text: str) -> int:
         if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
@@ -45,7 +45,7 @@ def integer(low: int, high: int, what: str = "a positive integer") -> Callable[[
 
 
 def token_count(text: str) -> int:
-    """Parse the value of an option in tokens, such as 4096, 128K (of 1,024) or 1M."""
+    """Parse a number of tokens, such as 4096, 128K (K = 1,024) or 1M."""
     number = re.fullmatch(r"([0-9]{1,10})([KkMm]?)", text)
     if not number:
         raise argparse.ArgumentTypeError(f"expected a number of tokens such as 4096 or 128K, got {text[:100]!r}")
@@ -53,7 +53,7 @@ def token_count(text: str) -> int:
 
 
 def sparse_setting(text: str) -> SparseSetting:
-    """Parse how attention leaves blocks out: a word, or an object of fields."""
+    """Parse the setting of sparse attention: auto, off, or a JSON object of its fields."""
     if text in ("auto", "off"):
         return text
     if not text.lstrip().startswith("{"):
@@ -62,7 +62,7 @@ def sparse_setting(text: str) -> SparseSetting:
 
 
 def token_bias(text: str) -> tuple[int, float]:
-    """Parse a token and what is added to its logit, such as 5:-1.5."""
+    """Parse a token id and the bias that is added to its logit, such as 5:-1.5."""
     token, _, bias = text.partition(":")
     try:
         return int(token), float(bias)
@@ -71,7 +71,7 @@ def token_bias(text: str) -> tuple[int, float]:
 
 
 def token_limit(text: str) -> int | None:
-    """Parse the value of an option in tokens that may also be none."""
+    """Parse a number of tokens, or "none"."""
     if text == "none":
         return None
     try:
@@ -81,7 +81,7 @@ def token_limit(text: str) -> int | None:
 
 
 def prefix_cache(text: str) -> bool | str:
-    """Parse what becomes of the keys and values of earlier prompts."""
+    """Parse which keys and values are kept: of earlier prompts (on), of their answers too (fast), or none (off)."""
     values: dict[str, bool | str] = {"on": True, "off": False, KEEP_ANSWERS: KEEP_ANSWERS}
     if text not in values:
         raise argparse.ArgumentTypeError(f"expected on, fast or off, got {text[:100]!r}")
@@ -89,7 +89,7 @@ def prefix_cache(text: str) -> bool | str:
 
 
 def text_of_file(name: str) -> str:
-    """Read the file that an option names."""
+    """Return the text of the file that an option names."""
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -97,5 +97,5 @@ def text_of_file(name: str) -> str:
 
 
 def draft_vocab(text: str) -> int | str:
-    """Parse how many tokens a draft's head is cut to, or the file that lists them."""
+    """Parse the number of tokens that a draft's head is cut to, or the name of a file that lists them."""
     return int(text) if text.isascii() and text.isdigit() else text

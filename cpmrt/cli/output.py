@@ -35,32 +35,32 @@ _REMARKS = {"are shown": True}
 
 
 def show_remarks(are_shown: bool) -> None:
-    """Show what `note` is told from now on, or drop it (--quiet)."""
+    """Set whether remarks (`note`) are shown from now on or dropped (--quiet)."""
     _REMARKS["are shown"] = are_shown
 
 
 def note(text: str) -> None:
-    """Write one remark to standard error."""
+    """Write one remark to standard error, unless --quiet drops remarks."""
     if _REMARKS["are shown"]:
         complain(text)
 
 
 def reply(text: str) -> None:
-    """Write what the user asked for beside answers and tables to standard error, which --quiet does not drop."""
+    """Write the reply to a chat command to standard error; --quiet does not drop it."""
     complain(text)
 
 
 def complain(text: str) -> None:
-    """Write an error or a warning to standard error, which --quiet does not drop.
+    """Write an error or a warning to standard error; --quiet does not drop it.
 
-    Where it cannot be written, as on a full disk, it is lost: that ends no answer and no server.
+    If it cannot be written, as on a full disk, it is lost, so that this ends no answer and no server.
     """
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def discard_unwritten_remarks() -> None:
-    """Drop what standard error does not take, or the interpreter would fail at exit, with a code of its own."""
+    """Drop what standard error does not take: else the interpreter would fail at exit, with its own exit code."""
     try:
         sys.stderr.flush()
     except OSError:
@@ -68,7 +68,7 @@ def discard_unwritten_remarks() -> None:
 
 
 def discard_stdout() -> None:
-    """Drop what is still buffered, or the interpreter would complain about it at exit."""
+    """Drop what is still buffered for standard output: else the interpreter would complain about it at exit."""
     _discard(sys.stdout)
 
 
@@ -88,12 +88,12 @@ def printable(text: str) -> str:
 
 
 def write_json(value: Any) -> None:
-    """Write one JSON object and a newline; numbers that JSON lacks become null."""
+    """Write one JSON object and a newline; infinities and NaN, which JSON lacks, become null."""
     write(json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None) + "\n")
 
 
 def write_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> None:
-    """Write rows in aligned columns: by rich on a terminal, which folds long cells; one line a row elsewhere."""
+    """Write rows in aligned columns: on a terminal by rich, which folds long cells, elsewhere one line per row."""
     rows = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _write_rich(rows, header)
@@ -126,7 +126,7 @@ def _finite(value: Any) -> Any:
 
 
 def sampling_line(params: SamplingParams, own: SamplingDefaults) -> str:
-    """Return how answers will be sampled, and where those values come from that the user did not give."""
+    """Return one line about how answers are sampled: all values, the options given, and the source of the rest."""
     chosen = params.with_defaults(own)
     names = [field.name for field in fields(own) if hasattr(chosen, field.name)]
     used = replace(own, **{name: getattr(chosen, name) for name in names})
@@ -148,13 +148,13 @@ def summary(completion: Completion) -> str:
 
 
 def _cost(what: str, count: int, seconds: float, rate: float) -> str:
-    """Return what some tokens cost; the only new token came with the prompt, and has neither time nor rate."""
+    """Return the count, time and rate of some tokens as text; a zero `rate` (the first new token alone) is left out."""
     tokens = f"{what} {count} token{'s' if count != 1 else ''}"
     return f"{tokens} in {seconds:.2f} s ({rate:.1f} tok/s)" if rate else tokens
 
 
 def cost_lines(completion: Completion) -> list[str]:
-    """Return the summary, and lines about speculation where there was any."""
+    """Return the summary, followed by lines about speculation if there were speculative steps."""
     return [summary(completion), *_speculation_lines(completion.stats)]
 
 

@@ -1,4 +1,4 @@
-"""The parser of every command line, in our words. It imports nothing that takes time: every start waits for it."""
+"""The parser of every command line, with error messages of our own. Imports nothing slow: every start waits for it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, in our words and without the usage before it."""
+    """An argument parser whose errors are one line of our own wording, without argparse's usage text before it."""
 
     def __init__(self, **settings: Any):
-        # Descriptions are docstrings, laid out already.
+        # Descriptions are module docstrings, whose lines are laid out already.
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
         self.register("type", int, number(int, "an integer"))
         self.register("type", float, number(float, "a number"))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line. An error about an unknown option names the nearest that there is; one about words that
-        belong to nothing says how to quote a prompt."""
+        """Parse a command line. Raises UsageError: an unknown option is answered with the most similar known one, words
+        left over after a prompt with how to quote the prompt."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own drops what --help and --version cannot write, without a word.
+        # argparse's own method hides the error when --help or --version cannot be written.
         write(message)
 
     def error(self, message: str) -> NoReturn:
@@ -47,13 +47,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return a hint at the one of `words` that is most like `word`, or nothing where none is."""
+    """Return a hint that names the one of `words` most like `word`, or "" if none is like it."""
     found = get_close_matches(word, words, n=1, cutoff=0.7)
     return f" (did you mean {found[0]}?)" if found else ""
 
 
 def number(kind: type[int] | type[float], what: str) -> Callable[[str], int | float]:
-    """Return a parser for an option that is a number; its errors say that they expected `what`."""
+    """Return a parser for the value of a numeric option; its errors say that it expected `what`."""
 
     def parsed(text: str) -> int | float:
         try:
@@ -69,7 +69,7 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
 
 
 def naming_options(message: str) -> str:
-    """Replace the fields of SamplingParams in an error by the options that fill them."""
+    """Return an error message with the fields of SamplingParams in it replaced by the options that fill them."""
 
     def option(match: re.Match[str]) -> str:
         name = match[1].removesuffix("s") if match[1] == "stop_token_ids" else match[1]

@@ -52,7 +52,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan. Raises MemoryPlanError, after it, if it does not fit."""
+    """Print the plan. Raises MemoryPlanError afterwards if it does not fit --gpu-memory."""
     options.check_one_source(args, "plan")
     settings = options.engine_config(args, max_context=args.context, memory_budget=args.gpu_memory)
 
@@ -89,7 +89,7 @@ def _how_to_fit(
     ways = [f"--context {largest} fits"] if largest else []
     if args.weight_bits is None:
         smaller = argparse.Namespace(**vars(args) | {"weight_bits": 4, "block_type": None})
-        with suppress(CpmrtError):  # not every matrix can be cut into groups
+        with suppress(CpmrtError):  # the rows of some matrices cannot be divided into groups
             _, blueprint = described_model(smaller, settings, target, model=args.model, shape=args.shape)
             context = largest_context(blueprint.plan, budget, blueprint.config.max_positions)
             ways += [f"--weight-bits 4 fits, with a context of up to {context} tokens"] if context else []

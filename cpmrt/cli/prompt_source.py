@@ -1,4 +1,4 @@
-"""The prompt of `cpmrt generate`: exactly one of argument, file, token ids and piped input."""
+"""Reads the prompt of `cpmrt generate` from exactly one of argument, file, token ids and piped input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
 
 
 def decoded(raw: bytes, source: str) -> str:
-    """Decode UTF-8 text; errors name the `source`. Raises RequestError."""
+    """Return UTF-8 bytes as text. Raises RequestError, naming the `source`."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -39,7 +39,7 @@ METHODS_OF = {
     "calibration": _CALIBRATED, "windows": _CALIBRATED, "window": _CALIBRATED, "skip_positions": _CALIBRATED,
     "damping": ("gptq",), "act_order": ("gptq",), "static_groups": ("gptq",),
 }  # fmt: skip
-"""The methods that look at an option; all look at the others."""
+"""Option -> the methods that it is for. Options that are not listed are for all methods."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that the method would not look at: each is in `METHODS_OF`."""
+    """Raise ConfigError for an option with another value than its default that the method ignores (`METHODS_OF`)."""
     parser = argparse.ArgumentParser(add_help=False)
     configure(parser)
     for name, methods in METHODS_OF.items():
@@ -98,7 +98,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
-    """Make the recipe that was asked for. Raises ConfigError for options that contradict each other."""
+    """Return the recipe that the options ask for. Raises ConfigError for options that are invalid or contradictory."""
     if options.method != "rtn" and options.calibration is None:
         raise ConfigError(f"method {options.method} looks at activations", fix="give it text: --calibration FILE")
     if not 0 < options.damping < 1:
@@ -117,7 +117,7 @@ def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
 
 
 def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> list[list[int]]:
-    """Return the token ids of the calibration text."""
+    """Return the token ids of the calibration text, cut into windows."""
     tokenizer = Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
     length = min(options.window, folder.config.max_position_embeddings)
     windows: list[list[int]] = token_windows(read_texts(options.calibration), tokenizer, options.windows, length)
@@ -128,7 +128,7 @@ def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> lis
 
 
 def run(options: argparse.Namespace) -> int:
-    """Quantise. Raises CpmrtError, and nothing is left of the new folder then."""
+    """Quantise the checkpoint. Raises CpmrtError, and leaves nothing of the new folder then."""
     check_options(options)
     check_new(options.out, "folder")
     folder = ModelFolder.open(options.model, weights=False)

@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server, for `cpmrt chat --url`, by the standard library's HTTP client."""
+"""The model of an OpenAI-compatible server, for `cpmrt chat --url`. Uses the standard library's HTTP client."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SAMPLING_FIELDS = (
     "loop_repeats", "loop_penalty", "max_thinking_tokens",
 )  # fmt: skip
 _OUTPUTS = {"regex": "regex", "grammar": "grammar", "choices": "choice"}
-"""Kinds of forms, and what they are called in the field `structured_outputs` of vLLM and of `cpmrt serve`."""
+"""Kind of form -> its name in the field `structured_outputs` of vLLM and of `cpmrt serve`."""
 
 
 class ServerError(RequestError):
-    """The server cannot be reached, refused a request, or broke off. `code` is the API's."""
+    """The server cannot be reached, refused a request, or broke off. `code` is the error code of the API, if any."""
 
     def __init__(self, what: str, code: str | None = None, *, fix: str | None = None):
         super().__init__(what, fix=fix)
@@ -38,7 +38,10 @@ class ServerError(RequestError):
 
 
 class RemoteModel:
-    """Chats through the server at `url` (with or without /v1). Raises RequestError for what no request can ask for."""
+    """Chats through the server at `url` (with or without /v1).
+
+    Raises RequestError for an invalid `url`, and for sampling that the API has no field for.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class RemoteModel:
         host = parts.hostname or ""
         if parts.scheme not in ("http", "https") or not re.fullmatch(r"[^\x00-\x20\x7f]+", host):
             raise RequestError("--url", expected="http://HOST:PORT", actual=quoted(url))
-        if "@" in parts.netloc:  # they would not be sent, but shown wherever the server is named
+        if "@" in parts.netloc:  # it would not be sent, but shown wherever the server is named
             raise RequestError("--url holds a user or a password", fix="leave them out; a key goes into CPMRT_API_KEY")
         if params.grammar_trigger is not None:
             fix = "leave it out, or chat with a model here, without --url"
@@ -84,16 +87,16 @@ class RemoteModel:
             raise ServerError(f"{self._where} names no model at {self._path}/models", fix="check --url")
 
     def describe(self) -> list[str]:
-        """Return name, server and context."""
+        """Return one line: the name of the model, its server and its context."""
         context = f", context {self._context:,} tokens" if isinstance(self._context, int) else ""
         return [f"{self._model} at {self._where}{context}"]
 
     def usage(self, conversation: Conversation) -> str:
-        """Return nothing: only the server can count the tokens."""
+        """Return "": only the server can count the tokens."""
         return ""
 
     def open(self, conversation: Conversation, question: str) -> tuple[RemoteAnswer, int]:
-        """Begin the answer to one more question; also return how many of the oldest turns had to be left out of it."""
+        """Begin the answer to one more question; also return how many of the oldest turns had to be left out."""
         skip = self._num_too_many(conversation, question)
         while True:
             try:
@@ -111,7 +114,7 @@ class RemoteModel:
         if self._last is not None:
             messages, answer = self._last
             prompt_tokens = answer.completion.stats.prompt_tokens
-            if prompt_tokens:  # else it was stopped before the server has counted them
+            if prompt_tokens:  # 0 if the answer was stopped before the server sent its counts
                 self._estimate.learn(messages, prompt_tokens)
         if not isinstance(self._context, int):
             return 0
@@ -148,10 +151,10 @@ class RemoteModel:
 
 
 class RemoteAnswer:
-    """An answer of a server; leaving its `with` block makes the server cancel the request.
+    """An answer of a server; leaving its `with` block closes the connection, which makes the server cancel the request.
 
-    `asked_at` is the `perf_counter` before the request was sent: a server may hold back even the status until it has
-    the first token.
+    `asked_at` is `perf_counter()` before the request was sent: the time of the response would be too late, as a server
+    may hold back even the status until it has the first token.
     """
 
     def __init__(self, response: HTTPResponse, where: str, asked_at: float):
@@ -187,13 +190,13 @@ class RemoteAnswer:
 
     @property
     def text(self) -> str:
-        """What has come so far, without the thoughts."""
+        """The text that has come so far, without the thoughts."""
         return "".join(self._texts)
 
     @property
     def completion(self) -> Completion:
-        """The answer so far, its tokens as the server counts them at the end, its times as seen from here."""
-        began_at = self._began_at or self._ended_at  # an answer without text was waited for to its end
+        """The answer so far. The server sends the token counts at the end; the times are measured here."""
+        began_at = self._began_at or self._ended_at  # without any text the whole time counts as waiting
         stats = GenerationStats(
             prompt_tokens=_count(self._usage.get("prompt_tokens")),
             new_tokens=_count(self._usage.get("completion_tokens")),
@@ -216,10 +219,10 @@ class RemoteAnswer:
 
 
 def _body_fields(params: SamplingParams, enable_thinking: bool | None) -> dict[str, Any]:
-    """Return the fields of a request, but for those that leave the choice to the server."""
+    """Return the fields of a request that were set; those left out are up to the server."""
     fields: dict[str, Any] = {name: getattr(params, name) for name in _SAMPLING_FIELDS}
     fields |= {"max_tokens": params.max_new_tokens, "stop": list(params.stop), "seed": params.seed}
-    fields["logit_bias"] = dict(params.logit_bias)  # whose keys JSON makes texts
+    fields["logit_bias"] = dict(params.logit_bias)  # json.dumps turns the integer keys into strings
     fields = {name: value for name, value in fields.items() if value is not None and value not in ((), [], {})}
     if enable_thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": enable_thinking}
@@ -227,7 +230,7 @@ def _body_fields(params: SamplingParams, enable_thinking: bool | None) -> dict[s
 
 
 def _form_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the field that gives the answer its form: a schema in the words of OpenAI, another form in vLLM's."""
+    """Return the field that asks for a form: OpenAI's `response_format` for a schema, vLLM's field for other forms."""
     form = params.form
     if form is None:
         return {}
@@ -235,7 +238,7 @@ def _form_fields(params: SamplingParams) -> dict[str, Any]:
         return {"structured_outputs": {_OUTPUTS[form.kind]: params.choices or form.text}}
     schema = json.loads(form.text)
     if not isinstance(schema, dict):
-        schema = {"allOf": [schema]}  # true and false are schemas too, but the field takes objects alone
+        schema = {"allOf": [schema]}  # true and false are schemas too, but the field takes only objects
     described = {"name": "answer", "schema": schema, "strict": True}
     return {"response_format": {"type": "json_schema", "json_schema": described}}
 
@@ -254,7 +257,7 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 def _content(response: HTTPResponse, where: str) -> bytes:
-    """Return what a server answers, 16 MiB of it at most. Raises ServerError where it breaks off."""
+    """Return the body of a response, at most 16 MiB of it. Raises ServerError if the server breaks off."""
     try:
         return response.read(2**24)
     except (OSError, HTTPException) as error:
@@ -262,12 +265,12 @@ def _content(response: HTTPResponse, where: str) -> bytes:
 
 
 def _object(value: object) -> dict[str, Any]:
-    """Return an object of JSON, an empty one for anything else."""
+    """Return a value if it is a JSON object, {} for anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def _first(value: object) -> dict[str, Any]:
-    """Return the first object of an array, an empty one where there is none."""
+    """Return the first object of an array, {} if there is none."""
     return _object(value[0]) if isinstance(value, list) and value else {}
 
 
@@ -276,6 +279,6 @@ def _count(value: object) -> int:
 
 
 def _told(value: dict[str, Any], key: str) -> Any:
-    """Return an entry of the error that a server tells; None if there is none."""
+    """Return one field of the error object in a response; None if there is none."""
     error = value.get("error")
     return error.get(key) if isinstance(error, dict) else None

@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove all of them. Raises ConfigError, before anything is removed, if one is not there."""
+    """Remove all named models. Raises ConfigError, before anything is removed, if one is not in the cache."""
     there = {model.name: model for model in cached_models()}
     for name in args.names:
         if name not in there:

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         ending = serve(settings, lambda: LLM(**options.llm_arguments(args)), listener)
     code = EXIT_INTERRUPTED if ending.signal_number == signal.SIGINT else 0
     if not ending.is_complete:
-        os._exit(code)  # a thread loads a model, or its device does not answer: nothing ends that but the process
+        os._exit(code)  # a thread still loads a model, or waits for a dead device: only this ends it
     return code
 
 
@@ -122,7 +122,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the keys that the options give, else that of the environment. Raises ConfigError."""
+    """Return the keys of --api-key and --api-key-file, else that of CPMRT_API_KEY. Raises ConfigError."""
     from cpmrt.server.access import check_key, read_keys
 
     for key in args.api_key:
@@ -135,7 +135,7 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _name_of(model: str | None) -> str:
-    """Return a hub id as it is, a folder or a file by its name."""
+    """Return the name to serve a model under: a hub id as it is, the last part of the path of a folder or a file."""
     if model is None:
         return "cpmrt-demo"
     path = Path(model)
@@ -176,14 +176,14 @@ def _name(text: str) -> str:
 
 
 def _host(text: str) -> str:
-    """Parse what the Host header of a request can name, which is compared without its port."""
+    """Parse a host name or address to compare with the Host header of requests, whose port is ignored."""
     if not _HOST.fullmatch(_name(text)):
         raise argparse.ArgumentTypeError(f"expected a name or an address alone, got {text[:100]!r}")
     return text
 
 
 def _origin(text: str) -> str:
-    """Parse what the Origin header of a browser can equal, which it is compared with letter by letter."""
+    """Parse an origin exactly as browsers send it in the Origin header, with which it is compared letter by letter."""
     if not _ORIGIN.fullmatch(text) or _DEFAULT_PORT.fullmatch(text):
         raise argparse.ArgumentTypeError(
             "expected an origin as browsers send it, such as https://example.org (lower case, no path, no default "

@@ -1,4 +1,4 @@
-"""The terminal of `cpmrt chat`: editing lines with a history that is kept, and no echo while an answer comes."""
+"""The terminal input of `cpmrt chat`: line editing with a history that is kept, and no echo during an answer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT, CONTINUATION = "> ", ". "
 
 
 def typed_messages(commands: Sequence[str]) -> Iterator[str]:
-    """Yield messages until Ctrl-D. Raises KeyboardInterrupt when Ctrl-C is pressed twice.
+    """Yield the messages that are typed, until Ctrl-D. Raises KeyboardInterrupt when Ctrl-C is pressed twice.
 
     Text pasted with several lines is one message. Alt-Enter begins a new line, as triple quotes and a backslash do.
     """
@@ -46,7 +46,7 @@ def typed_messages(commands: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def hidden_typing() -> Iterator[None]:
-    """Show nothing of what is typed on the terminal until the block ends; it begins the next message then."""
+    """Turn the terminal's echo off until the block ends. What is typed meanwhile begins the next message."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     hidden = [*before]
@@ -60,7 +60,7 @@ def hidden_typing() -> Iterator[None]:
 
 
 def _session(commands: Sequence[str]) -> PromptSession[str]:
-    # Where the answers go to a file or a pipe, the terminal is still there to type on.
+    # If standard output is a file or a pipe, the prompt is shown on standard error.
     output = create_output(stdout=sys.stdout if sys.stdout.isatty() else sys.stderr)
     output.enable_cpr = False  # type: ignore[attr-defined]  # terminals without it would get a warning
     return PromptSession(
@@ -98,7 +98,10 @@ def _bindings() -> KeyBindings:
 
 
 def open_history() -> History:
-    """Return the history of earlier runs, in a file that only this user can read; without one, that of this run."""
+    """Return the history of earlier runs, kept in a file that only this user can read.
+
+    If the file cannot be opened, return a history of this run alone.
+    """
     path = env.state_dir() / "chat_history"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,7 +114,7 @@ def open_history() -> History:
 
 
 class _KeptHistory(FileHistory):
-    """A history in a file. Where it cannot be written any more, the chat goes on."""
+    """A history in a file. If the file cannot be written, the line is not kept and the chat goes on."""
 
     def store_string(self, string: str) -> None:
         with suppress(OSError, UnicodeError):

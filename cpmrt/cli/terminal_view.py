@@ -1,7 +1,7 @@
-"""Shows an answer on a terminal as it comes, with whole words on each line and Markdown made up.
+"""Shows an answer on a terminal as it comes, with lines broken between words and Markdown rendered.
 
-A paragraph or a piece of code is first shown as plain text; when it is complete, and has any Markdown in
-it, its lines are replaced by what the Markdown means.
+A block (a paragraph or a piece of code) is first shown as plain text. When it is complete and has any Markdown in it,
+its lines are replaced by the rendered Markdown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _THOUGHT = Style(dim=True)
 
 
 class TerminalView:
-    """Shows an answer on a terminal, and that it is being waited for until it begins.
+    """Shows an answer on a terminal, and a waiting sign until it begins.
 
     With `makes_up` False, Markdown stays as the model wrote it.
     """
@@ -38,9 +38,9 @@ class TerminalView:
         self._is_thought = False
         self._begin_block()
         self._line = ""
-        """The source of the line that is not complete."""
+        """The text of the line that is not complete yet."""
         self._fence = ""
-        """What closes the open piece of code; "" outside of one."""
+        """The fence that closes the open code block, such as ```; "" outside of one."""
 
     def show(self, part: Part) -> None:
         if not part.text:
@@ -83,7 +83,10 @@ class TerminalView:
         return not fence and not line.strip()
 
     def _end_block(self) -> None:
-        """Replace the block's lines, which all are on the screen, by what their Markdown means."""
+        """Replace the block's lines on the screen by the rendered Markdown.
+
+        They stay as they are where they scrolled off, the window changed its size, or a table would lose text.
+        """
         self._lines.flush()
         height = self._lines.num_rows
         is_marked_up = self._makes_up and not self._is_thought and _MARKDOWN.search(self._source)
@@ -99,14 +102,14 @@ class TerminalView:
             write("\n")
 
     def _loses_letters(self, markdown: Markdown) -> bool:
-        """Tell whether Markdown shows less than the block: tables drop cells that their head does not have."""
+        """Whether rendering loses letters of the block: tables drop cells of columns that their head does not have."""
         lines = self._console.render_lines(markdown)
         shown = Counter(char for line in lines for segment in line for char in segment.text)
         return any(count > shown[char] for char, count in Counter(self._source).items() if char.isalnum())
 
 
 def made_up(source: str) -> Markdown:
-    """Return Markdown as rich shows it, but with the line breaks of the source, and HTML as the text that it is."""
+    """Return the Markdown of a text for rich, with the line breaks of the source kept and HTML shown as text."""
     markdown = Markdown(source)
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
     markdown.parsed = parser.parse(source)
@@ -128,9 +131,9 @@ class WrappedLines:
         self._word, self._spaces = "", ""
         self._style: Style | None = None
         self.column = 0
-        """Cells of the current line that are taken."""
+        """Number of terminal cells of the current line that are taken."""
         self.num_rows = 0
-        """Line breaks that were written, those of the text among them."""
+        """Number of line breaks that were written, both those of the text and those put in."""
 
     def push(self, text: str, style: Style | None = None) -> None:
         self._style = style
@@ -146,12 +149,12 @@ class WrappedLines:
                     self._add(char)
 
     def flush(self) -> None:
-        """Write what is held back; spaces at the end of a line are dropped."""
+        """Write the word that is held back, and drop spaces behind it."""
         self._end_word()
         self._spaces = ""
 
     def _add(self, char: str) -> None:
-        cells = cell_len(char)  # none: an accent or a vowel sign, which stays with its letter
+        cells = cell_len(char)  # 0 for an accent or a vowel sign, which stays with its letter
         if cells > 1 or (cells and cell_len(self._word) >= self._width):
             self._end_word()
         self._word += char
@@ -183,7 +186,7 @@ class WrappedLines:
 
 
 def _cleaned(text: str) -> str:
-    """Return the text with nothing in it that steers the terminal."""
+    """Return the text with control characters escaped or dropped, so that it cannot steer the terminal."""
     return "".join(char if char in "\n\t" or char.isprintable() else _shown(char) for char in text)
 
 

@@ -77,7 +77,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program that trains, which is no part of the package because it needs torch. Raises ConfigError."""
+    """Run tools/train_draft.py, which is outside the package as it needs torch. Raises ConfigError without torch."""
     folder = tools_folder()
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("cpmrt train-draft needs torch, which is not installed", fix=pip_install("torch"))
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tools_folder() -> Path:
-    """Return the folder of the program: within the package as a wheel installs it, else of the checkout."""
+    """Return the folder that has train_draft.py: `tools` in the installed package, else in the checkout."""
     package = Path(cpmrt.__file__).parent
     for folder in (package / "tools", package.parent / "tools"):
         if (folder / "train_draft.py").is_file():

@@ -1,6 +1,6 @@
-"""Forms of answers as grammars: from a schema, a regular expression or a Lark grammar to the tokens that may come next.
+"""Constrains answers: turns a schema, a regular expression or a grammar into the tokens that may come next.
 
-llguidance (https://github.com/guidance-ai/llguidance) does the parsing. The engine gets bits and token ids only.
+llguidance (https://github.com/guidance-ai/llguidance) does the parsing. The engine gets only bits and token ids.
 """
 
 from cpmrt.grammar.grammars import Grammars

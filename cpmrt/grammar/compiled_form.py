@@ -1,4 +1,4 @@
-"""Keeps a form compiled: several times where several answers have it, since copies of one wait for each other."""
+"""Keeps a compiled form: compiled several times if several answers use it, as copies of one wait for each other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 CompileBeside = Callable[[], "Future[LLMatcher | RequestError] | None"]
-"""Begins to compile a form once more, and returns what will have the matcher; None if that cannot be begun now."""
+"""Begins to compile a form once more, and returns the future of its matcher; None if that cannot begin now."""
 
 
 class Origin:
-    """A compiled form in its first state, which nobody may change.
+    """A compiled form in its initial state, which stays unchanged; answers work on copies.
 
-    Its copies share what they find out about the form on their way, under a lock: two of them never work at a time.
+    The copies share a cache of what they find out about the form, under a lock, so no two of them work at a time.
     """
 
     def __init__(self, first: LLMatcher):
@@ -29,19 +29,20 @@ class Origin:
 
     @property
     def num_users(self) -> int:
-        """The number of those that have taken a copy and still exist."""
+        """The number of users that have taken a copy and still exist."""
         return len(self._users)
 
     def copy_for(self, user: object) -> LLMatcher:
-        """Return a matcher in the first state, which `user` keeps."""
+        """Return a copy of the matcher for `user`, which counts as in use while that object exists."""
         self._users.add(user)
         return self._first.deep_copy()
 
 
 class CompiledForm:
-    """Gives each answer of a form an origin: the one that the fewest answers use now. For any thread.
+    """The origins of a form; each answer gets the one that the fewest answers use now. For any thread.
 
-    While all are in use it has the form compiled again (`compile_beside`), in the background, until it has `most`.
+    If all origins are in use, the form is compiled once more in the background (`compile_beside`), until there are
+    `most` origins.
     """
 
     def __init__(self, first: LLMatcher, most: int, compile_beside: CompileBeside):
@@ -59,7 +60,7 @@ class CompiledForm:
             return least
 
     def _take_in(self) -> None:
-        """Add the origin that is compiled by now."""
+        """Add the origin that was compiling, if it is done."""
         coming = self._coming
         if coming is None or not coming.done():
             return
@@ -67,4 +68,4 @@ class CompiledForm:
         if coming.exception() is None and not isinstance(found := coming.result(), RequestError):
             self._origins.append(Origin(found))
         else:
-            self._most = 0  # as it is once, it is always
+            self._most = 0  # if it fails once, it always fails: do not try again

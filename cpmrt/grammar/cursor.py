@@ -1,7 +1,7 @@
-"""Lets the forks of an answer's matcher share one matcher of llguidance, which goes to and fro between their places.
+"""Lets the forks of an answer's matcher share one matcher of llguidance, which is moved between their places.
 
-To copy it would take longer with each token of the answer, and a drafted tree has a fork for each node. Several such
-matchers may work at the same time, if the form was compiled apart for each.
+A copy per fork would take longer with each token of the answer, and a drafted tree has a fork for each node. Several
+such matchers can work at the same time if the form was compiled separately for each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Place:
-    """The state behind some tokens: those behind `before`, which is another place or None at the beginning."""
+    """The state of a matcher after some tokens: `token_ids`, after the place `before` (None at the beginning)."""
 
     __slots__ = ("before", "depth", "token_ids")
 
@@ -27,16 +27,17 @@ class Place:
 
 
 class Cursor:
-    """A matcher of a form that is at one place at a time, at first at `beginning`."""
+    """A matcher of a form that can be moved between places; it starts at `beginning`."""
 
     def __init__(self, origin: Origin, beginning: Place):
         self.origin, self._beginning = origin, beginning
         self._matcher, self._at = origin.copy_for(self), beginning
 
     def go_to(self, place: Place) -> LLMatcher:
-        """Return the matcher, as it is at that place until this is called for another one.
+        """Return the matcher, moved to a place; it stays there until this is called for another place.
 
-        A matcher that has failed stays so. Then a copy takes the whole way: what fails at one place need not at others.
+        A matcher that has failed cannot be rolled back. Then a fresh copy goes all the way from the beginning, as other
+        places need not have failed.
         """
         if place is not self._at:
             num_undone, missing = self._way_to(place)
@@ -49,14 +50,15 @@ class Cursor:
         return self._matcher
 
     def consume(self, place: Place, token_ids: Sequence[int]) -> Place:
-        """Return the place behind these tokens, where the matcher is now; if they are not allowed it has failed."""
+        """Let the matcher take these tokens after `place`; return the place after them. If they are not allowed, the
+        matcher has failed then."""
         behind = Place(place, tuple(token_ids))
         self.go_to(place).consume_tokens(list(token_ids))
         self._at = behind
         return behind
 
     def _way_to(self, place: Place) -> tuple[int, list[Place]]:
-        """Return how many tokens to go back, and the places to go through from there on."""
+        """Return how many tokens to roll back, and the places to go through from there to `place`."""
         back, there, num_undone, missing = self._at, place, 0, list[Place]()
         while back is not there:
             if back.before is not None and back.depth >= there.depth:
@@ -70,7 +72,7 @@ class Cursor:
 
 
 class Cursors:
-    """The cursors of an answer: the first one follows it, more of them look at other places meanwhile."""
+    """The cursors of one answer: the first follows the answer, others work at other places at the same time."""
 
     def __init__(self, form: CompiledForm):
         self.beginning = Place(None, ())
@@ -81,7 +83,10 @@ class Cursors:
         return self._all[0]
 
     def up_to(self, most: int) -> list[Cursor]:
-        """Return cursors that may work at the same time; where they are fewer, another one is got ready."""
+        """Return at most `most` cursors that can work at the same time.
+
+        If there are fewer, add one, provided that an origin is there which no other cursor of this answer uses.
+        """
         if len(self._all) < most:
             origin = self._form.origin()
             if all(cursor.origin is not origin for cursor in self._all):

@@ -1,4 +1,4 @@
-"""Compiles forms of answers for one tokenizer, within limits of time and size, and keeps what it has compiled."""
+"""Compiles the forms of answers for one tokenizer, within limits of time and size, and caches them."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILE_S = 5.0
-"""The longest that a request waits for its turn, and then for its grammar. `_LIMITS` bound the work itself."""
+"""The longest time that a request waits for its turn, and again for its grammar. `_LIMITS` bound the work itself."""
 MAX_KEPT = 64
-"""Compiled grammars that are kept for further requests."""
+"""The most compiled grammars that are kept for further requests."""
 _MAX_COMPILING = 2
-"""Grammars that are compiled at a time."""
+"""The most grammars that are compiled at the same time."""
 _QUICK_S = 0.1
-"""A form that takes longer to compile is compiled once, however many answers have it."""
+"""A form that takes longer than this to compile is compiled only once, however many answers use it."""
 _LIMITS = {
     "initial_lexer_fuel": 200_000, "step_lexer_fuel": 100_000, "max_items_in_row": 10_000, "max_grammar_size": 100_000,
     "verbose_errors": False,
 }  # fmt: skip
-"""llguidance's limits: with these a mask takes at most some ten milliseconds, or its answer ends with an error."""
+"""llguidance's limits. With these a mask takes at most about ten milliseconds, or its answer ends with an error."""
 
 _IN_A_STRING = r"""[^"\\\x00-\x1F\x7F]"""
 _SLICES = (
     r"[\x20\x0A\x0D\x09]+", *(f"{_IN_A_STRING}{{1,{n}}}" for n in (2, 4, 6, 8, 12, 16, 30)), f"{_IN_A_STRING}+",
 )  # fmt: skip
-"""Kinds of tokens of which llguidance takes all or none at once: white space, and text of JSON by its length.
+"""Classes of tokens (regular expressions) that llguidance allows or forbids as a whole: white space, and JSON string
+text by length.
 
-With more lengths than its own two (10 and 30) masks within a string of limited length take half the time.
+With more lengths than llguidance's own two (10 and 30), masks within a string of limited length take half the time.
 """
 
 
 class Grammars:
     """Makes the matchers of answers. `end_ids` are the tokens that end an answer. For any thread.
 
-    The first use reads the vocabulary, which takes a second or two. Masks of several answers are computed in so many
-    threads.
+    The first use reads the vocabulary, which takes a second or two. Masks of several answers are computed in
+    `num_threads` threads.
     """
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int], *, num_threads: int | None = None):
@@ -64,18 +65,18 @@ class Grammars:
         self._compiling = BoundedSemaphore(_MAX_COMPILING)
 
     def matcher(self, form: Form, thought: Thought = NO_THOUGHT) -> Callable[[], AnswerMatcher]:
-        """Return what makes a matcher for each answer of this form.
+        """Return a factory of matchers, to be called once for each answer of this form.
 
-        Raises RequestError for a form that is none, takes too long or is too large, and without llguidance.
+        Raises RequestError for a form that is invalid, takes too long or is too large, and if llguidance is missing.
         """
         compiled, vocabulary = self._compiled_form(form)
         return lambda: AnswerMatcher(compiled, vocabulary, thought)
 
     def trigger(self, form: Form, prompt_closing: bytes = b"") -> Callable[[], GrammarTrigger]:
-        """Return what makes, for each answer, what finds where this form begins to bind it.
+        """Return a factory of triggers, which find where the form begins to bind an answer; one call for each answer.
 
-        `prompt_closing`: the marker that ends a thought which the prompt has opened.
-        Raises as `matcher`, and RequestError for a form that does not begin with its trigger.
+        `prompt_closing` is the closing marker of a thought that the prompt has opened.
+        Raises as `matcher` does, and RequestError for a form that does not begin with its trigger.
         """
         compiled, vocabulary = self._compiled_form(form)
         if not any(matcher_behind(tokens, compiled, vocabulary) for tokens in self._ways_to_say(form.trigger)):
@@ -95,14 +96,14 @@ class Grammars:
         return found, vocabulary
 
     def _ways_to_say(self, text: str) -> Iterator[list[int]]:
-        """Yield the tokens of a text that is spelled out, and those with the special tokens that it holds."""
+        """Yield the tokens of a text spelled character by character, then those with its special tokens as tokens."""
         spelled = self._vocabulary.spelled
         yield spelled(text)
         parts = self._tokenizer.control_tokens.parts(text)
         yield [token for part in parts for token in ([part] if isinstance(part, int) else spelled(part))]
 
     def prepare(self) -> None:
-        """Read the vocabulary, as the first use does otherwise."""
+        """Read the vocabulary now; otherwise the first use does."""
         with self._vocabulary_lock:
             _ = self._vocabulary
 
@@ -140,7 +141,7 @@ class Grammars:
         return compiled
 
     def _compile_first(self, form: Form) -> CompiledForm | RequestError:
-        """Compile within the limits of time, or return what is wrong with the form."""
+        """Compile a form; return the error of an invalid one. Raises RequestError if it takes longer than the limit."""
         if not self._compiling.acquire(timeout=MAX_COMPILE_S):
             raise RequestError("other grammars are being compiled", fix="ask again later")
         begun = perf_counter()
@@ -154,19 +155,19 @@ class Grammars:
         return CompiledForm(found, most, lambda: self._compile_beside(form))
 
     def _compile_beside(self, form: Form) -> Future[LLMatcher | RequestError] | None:
-        """Begin to compile a form once more, unless others are being compiled. The process ends after that is done."""
+        """Begin to compile a form once more; None if others are being compiled. The process waits for it at exit."""
         if not self._compiling.acquire(blocking=False):
             return None
         try:
             return self._in_a_thread(form, daemon=False)
-        except RuntimeError:  # the system gives no more threads; the form is there once already
+        except RuntimeError:  # the system gives no more threads; one compiled form is enough
             return None
 
     def _in_a_thread(self, form: Form, *, daemon: bool) -> Future[LLMatcher | RequestError]:
-        """Compile in a thread of its own, which cannot be stopped: it may go on when nobody waits for it any more.
+        """Compile in a thread of its own. It cannot be stopped, and may go on when nobody waits for it any more.
 
-        `_compiling` is acquired, and the thread releases it. A process that ends while a `daemon` is within llguidance
-        may crash.
+        The caller has acquired `_compiling`, and the thread releases it. A process that ends while a `daemon` thread is
+        within llguidance may crash.
         """
         future: Future[LLMatcher | RequestError] = Future()
 
@@ -186,7 +187,7 @@ class Grammars:
         return future
 
     def _compile(self, form: Form) -> LLMatcher | RequestError:
-        """Return a matcher in its first state, whose first mask has been computed, or what is wrong with the form."""
+        """Return a matcher in its initial state, its first mask computed already, or the error of an invalid form."""
         llguidance = _llguidance()
         try:
             grammar = _grammar(form)
@@ -201,7 +202,7 @@ class Grammars:
 
 
 def _grammar(form: Form) -> str:
-    """Return a form in llguidance's own language. Raises ValueError."""
+    """Return a form as a grammar in llguidance's own language. Raises ValueError."""
     matchers = _llguidance().LLMatcher
     if form.kind == "json_schema":
         text = "{}" if form.text == "true" else form.text  # llguidance writes JSON_STYLE into the schema
@@ -210,7 +211,7 @@ def _grammar(form: Form) -> str:
         return str(matchers.grammar_from_regex(form.text))
     if form.kind == "grammar":
         return str(matchers.grammar_from_lark(in_lark(form.text)))
-    # One terminal, which is one automaton however many choices there are.
+    # All choices are one terminal, so that they become one automaton.
     choices = " | ".join(map(as_terminal, json.loads(form.text)))
     return str(matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
 
@@ -220,7 +221,7 @@ _EXPECTED = {
     "grammar": "a grammar in the syntax of Lark or GBNF",
 }  # fmt: skip
 _IN_OUR_WORDS = {"NoExtensionBias": "one that no text matches", "initial_lexer_fuel": "one that is too complex"}
-"""What llguidance says by a name of its own, by that name."""
+"""A name in an error of llguidance -> what it means, for the message."""
 
 
 def _refused(form: Form, reason: str) -> RequestError:

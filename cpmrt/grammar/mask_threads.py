@@ -1,4 +1,4 @@
-"""Computes the masks of several answers at the same time, in threads of llguidance, which need no Python."""
+"""Computes the masks of several answers at the same time, in llguidance's threads, which run without Python's lock."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 8
 _FEWEST_ANSWERS = 8
-"""To wake the threads takes as long as some masks, and a step of few rows has time for them all."""
+"""The fewest answers for which threads always pay: waking them takes as long as some masks, and a step of few rows has
+time for all its masks."""
 _LEAST_SECONDS = 4e-4
-"""Masks that are expected to take so long pay, of however few answers: those of strings that are nearly full."""
+"""Masks expected to take this long together are worth the threads even for few answers: for instance in strings near
+their maximal length."""
 
 
 def default_num_threads() -> int:
@@ -24,21 +26,21 @@ def default_num_threads() -> int:
 
 
 class MaskThreads:
-    """Runs masks of `vocab_size` tokens in `num_threads` threads; fewer than two compute nothing at the same time."""
+    """Computes masks of `vocab_size` tokens in `num_threads` threads; with fewer than two `pay` is never true."""
 
     def __init__(self, num_threads: int, vocab_size: int):
         self.num_threads, self._vocab_size = num_threads, vocab_size
 
     def pay(self, num_answers: int, num_masks: int, seconds: float) -> bool:
-        """Tell whether so many masks are sooner there than one after the other, which would take about `seconds`."""
+        """Whether threads are faster for so many masks than one after the other, which would take about `seconds`."""
         is_worth_it = num_answers >= _FEWEST_ANSWERS or seconds >= _LEAST_SECONDS
         return self.num_threads > 1 and num_masks > 1 and is_worth_it
 
     def masks(self, matchers: Sequence[LLMatcher]) -> list[bytes]:
-        """Return the bits of the tokens that may come next, as `LLMatcher.compute_bitmask` does for one.
+        """Return for each matcher the bits of the tokens that may come next, as `LLMatcher.compute_bitmask` does.
 
-        Those of a matcher that fails mean nothing. Neighbours in the list should be of one origin: they go to the same
-        thread.
+        The bits of a matcher that fails are meaningless. Matchers of one origin should be neighbours in the list, so
+        that they run in the same thread: they cannot work at the same time.
         """
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 

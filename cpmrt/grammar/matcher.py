@@ -1,4 +1,4 @@
-"""Follows one answer through its form: a thought first, where there may be one, then the grammar."""
+"""Follows one answer through its form: first a thought, if there may be one, then the grammar."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Thought:
-    """How an answer may begin with a thought.
+    """The ways in which an answer may begin with a thought.
 
-    `closing`: the bytes that end a thought which the prompt has opened. `openings`: the single tokens that may begin
-    one, with the bytes that end it.
+    `closing` are the bytes that end a thought which the prompt has opened, b"" if it has opened none. `openings` are
+    the single tokens that may open a thought, each with the bytes that end it.
     """
 
     closing: bytes = b""
@@ -36,9 +36,10 @@ NO_THOUGHT = Thought()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a matcher knows of tokens: the bytes of each, the tokens of bytes, and the bits of all but end tokens.
+    """The functions and bits that a matcher needs of the vocabulary.
 
-    `threads` compute the masks of several answers.
+    `bytes_of` gives the bytes of a token, `tokens_of` the tokens of bytes; `not_ends` has the bits of all tokens except
+    end tokens. `threads` compute the masks of several answers.
     """
 
     bytes_of: Callable[[int], bytes]
@@ -47,31 +48,31 @@ class Vocabulary:
     threads: MaskThreads
 
     def spelled(self, text: str) -> list[int]:
-        """Return the tokens of a text character by character, so that no special token is among them."""
+        """Return the tokens of a text encoded character by character, so that none of them is a special token."""
         return [token for character in text for token in self.tokens_of(character.encode())]
 
 
 class AnswerMatcher:
-    """Tells the engine which tokens may come next in one answer of this form: an `engine.guide.Matcher`."""
+    """An `engine.guide.Matcher`: tells the engine which tokens may come next in one answer of a form."""
 
     def __init__(self, form: CompiledForm, vocabulary: Vocabulary, thought: Thought):
         self._form, self._vocabulary = form, vocabulary
         self._closing, self._openings = thought.closing, dict(thought.openings)
-        """`_closing`: what ends the thought that is open, b"" if none is. `_openings`: empty behind the first token."""
+        """`_closing`: the bytes that end the open thought, b"" without one. `_openings`: emptied by the first token."""
         self._held = b""
-        """The end of the thought so far, where its marker may have begun."""
+        """The last bytes of the thought so far, in which its closing marker may have begun."""
         self._in_gap = False
-        """Whether nothing but a thought, and white space that the grammar does not take, has come."""
+        """Whether a thought has ended and since then only white space has come that the grammar does not take."""
         self._prepared: bytes | None = None
-        """What the grammar allows here, if that was computed with the masks of other answers."""
+        """The bits of the tokens allowed here, if they were computed already, along with the masks of other answers."""
         self._behind: Place | None = None
-        """The place of this answer's state; None is the beginning."""
+        """The place in the grammar that this matcher is at; None is the beginning."""
         self._seconds = 0.0
-        """What the last mask of this matcher, or of the one that it is a fork of, took or would have taken alone."""
+        """The seconds of the last mask of this matcher, or of the one that it was forked from, if computed alone."""
 
     @cached_property
     def _cursors(self) -> Cursors:
-        """Follow the grammar, for this answer and its forks. An answer that still waits for its turn needs none."""
+        """The cursors of this answer and its forks. Made when needed: an answer that waits for its turn needs none."""
         return Cursors(self._form)
 
     @property
@@ -80,11 +81,11 @@ class AnswerMatcher:
 
     @property
     def _matcher(self) -> LLMatcher:
-        """The grammar's matcher, in this answer's state until another fork asks for it."""
+        """llguidance's matcher at this matcher's place, until another fork asks for it."""
         return self._cursors.first.go_to(self._place)
 
     def prepare(self, others: Sequence[Matcher]) -> None:
-        """Compute what the grammars of this matcher and of others allow, at the same time; some may be forks of one."""
+        """Compute the masks of this matcher and of others at the same time, if that pays; some may be forks of one."""
         asked = [each for each in (self, *others) if isinstance(each, AnswerMatcher) and not each._closing]
         threads, of_answers = self._vocabulary.threads, dict[Cursors, list[AnswerMatcher]]()
         for each in asked:
@@ -123,18 +124,18 @@ class AnswerMatcher:
         return bits
 
     def forced(self) -> Sequence[int]:
-        """Return the tokens that the grammar leaves no choice about. A thought leaves every choice."""
+        """Return the next tokens that the grammar leaves no choice about; none while a thought is open or may begin."""
         tokens = () if self._closing or self._openings else self._matcher.compute_ff_tokens()
         if not tokens:
             return ()
         num_valid: int = self._matcher.validate_tokens(tokens)
         if not num_valid:
-            # A text that is the name of a special token comes as that token, which the grammar refuses.
+            # If the text is the name of a special token, llguidance returns that token, which the grammar refuses.
             return self._vocabulary.spelled(self._vocabulary.bytes_of(tokens[0]).decode())
         return tokens[:num_valid]
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Go on behind these tokens. Raises FormError for one that is not allowed."""
+        """Take these tokens as the next of the answer. Raises FormError for one that is not allowed."""
         self._prepared = None
         for number, token in enumerate(token_ids):
             if not self._think(token):
@@ -142,8 +143,8 @@ class AnswerMatcher:
                 return
 
     def fork(self) -> AnswerMatcher:
-        """Return a matcher in the same state, which goes its own way from there."""
-        _ = self._cursors  # which both share
+        """Return a matcher in the same state, which is independent of this one from then on."""
+        _ = self._cursors  # made now, so that both share them
         return copy(self)
 
     @property
@@ -152,7 +153,7 @@ class AnswerMatcher:
         return not (self._closing or self._openings) and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def _think(self, token: int) -> bool:
-        """Take in a token that belongs to a thought, and tell whether this one does."""
+        """Take a token if it belongs to a thought or to the gap after it, and return whether it does."""
         openings, self._openings = self._openings, {}
         if token in openings:
             self._closing = openings[token]
@@ -166,13 +167,13 @@ class AnswerMatcher:
         self._held = text[1 - len(self._closing) :]
         if found:
             self._closing, self._in_gap = b"", True
-            behind = self._vocabulary.tokens_of(rest.lstrip())  # of the token that ends the thought
+            behind = self._vocabulary.tokens_of(rest.lstrip())  # the rest of the token that ends the thought
             if behind:
                 self._consume(behind)
         return True
 
     def _consume(self, token_ids: Sequence[int]) -> None:
-        """Have the grammar go on behind these tokens. Raises FormError for one that is not allowed."""
+        """Let the grammar take these tokens. Raises FormError for one that is not allowed."""
         self._behind = self._cursors.first.consume(self._place, token_ids)
         self._check()
 

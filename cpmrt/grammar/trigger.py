@@ -1,4 +1,4 @@
-"""Finds where a grammar begins to bind an answer that is free until it says a certain text, as before a tool call."""
+"""Finds where a grammar begins to bind an answer that is free until a certain text, such as that of a tool call."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ _THOUGHTS = {opening.encode(): closing.encode() for opening, closing in THINKING
 class GrammarTrigger:
     """The engine's trigger (`engine.late_form.Trigger`) of one answer.
 
-    `text` is what the grammar of `form` begins with. What a thought says that `prompt_closing` ends, or that the answer
-    begins with, does not count, unless the text is the marker of its beginning itself.
+    `text` is the text that the grammar of `form` begins with. It does not count inside a thought, which is either
+    opened by the prompt (`prompt_closing` ends it then) or begins the answer. Thoughts at the beginning of the answer
+    are not looked for if `text` itself begins with an opening marker.
     """
 
     def __init__(self, text: bytes, form: CompiledForm, vocabulary: Vocabulary, prompt_closing: bytes):
         self._text, self._form, self._vocabulary = text, form, vocabulary
         self._closing = prompt_closing
-        """What ends the thought that is open, b"" if none is."""
+        """The bytes that end the open thought, b"" if none is open."""
         self._may_begin = not (prompt_closing or text.startswith(tuple(_THOUGHTS)))
-        """Whether nothing but white space, and what may be the beginning of a marker, has come."""
+        """Whether a thought may begin: only white space, and perhaps a part of an opening marker, has come."""
         self._thought = b""
-        """That beginning, or the end of the thought so far, where its marker may have begun."""
+        """A part of an opening marker, or the end of the open thought, in which its closing marker may have begun."""
         self._held: list[tuple[int, bytes]] = []
-        """The last tokens with their bytes, where `text` may have begun."""
+        """The last tokens with their bytes, in which `text` may have begun."""
 
     def push(self, token: int) -> Bound | None:
-        """Take the next token of the answer, and return what the grammar begins with if it binds from here on."""
+        """Take the next token of the answer; return how the grammar begins if it binds from here on."""
         if self._think(token):
             return None
         self._held.append((token, self._vocabulary.bytes_of(token)))
@@ -47,7 +48,7 @@ class GrammarTrigger:
         return None
 
     def _think(self, token: int) -> bool:
-        """Take in a token of a thought, and tell whether this is one."""
+        """Take a token if it belongs to a thought, and return whether it does."""
         if not (self._closing or self._may_begin):
             return False
         text = self._thought + self._vocabulary.bytes_of(token)
@@ -65,9 +66,10 @@ class GrammarTrigger:
         return True
 
     def _bound(self, start: int, written: bytes) -> Bound | None:
-        """Let the grammar take `written` from `start` on, as the tokens that the model chose where they begin there.
+        """Let the grammar take `written` from `start` on, and return where it binds; None if it cannot.
 
-        If it refuses what the last token says behind the text, it binds from before that token.
+        It takes the tokens that the model chose if one of them begins at `start`, else tokens of the same bytes. If it
+        refuses what the last token has after the text, it binds from before that token.
         """
         last = len(self._held[-1][1])
         ends, at = [0], 0
@@ -88,7 +90,7 @@ class GrammarTrigger:
 
 
 def matcher_behind(token_ids: Sequence[int], form: CompiledForm, vocabulary: Vocabulary) -> AnswerMatcher | None:
-    """Return a matcher behind these tokens; None if the form does not begin with them."""
+    """Return a matcher that has taken these tokens; None if the form does not begin with them."""
     matcher = AnswerMatcher(form, vocabulary, NO_THOUGHT)
     try:
         matcher.accept(token_ids)

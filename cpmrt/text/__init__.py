@@ -1,4 +1,4 @@
-"""Text on both ends of the model: tokenizer, chat template, streaming detokenizer, stop strings."""
+"""The text before and after the model: tokenizer, chat template, streaming detokenizer, stop strings."""
 
 from cpmrt.text.chat_template import ChatTemplate
 from cpmrt.text.streaming import Detokenizer, StopStrings

@@ -1,9 +1,9 @@
 """Checks SentencePiece's compiled table of character replacements (`Precompiled` in a tokenizer.json).
 
-Format (sentencepiece, `normalizer.cc`; the library's reader is the crate `spm_precompiled`): in base64 the bytes of a
-double-array trie of uint32 units, their number in front as uint32, then the replacements as UTF-8, each ended by a NUL.
-The reader follows the trie without looking at its end, so every step must lead to a unit and every value to the
-beginning of a character.
+Format (sentencepiece, `normalizer.cc`; the `tokenizers` library reads it with the crate `spm_precompiled`), in base64:
+the number of bytes of a trie as uint32, the trie (a double array of uint32 units), then the replacements as UTF-8, each
+ended by a NUL. The reader follows the trie without a check of its bounds, so every step must lead to a unit and every
+value to the beginning of a character.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ def longest_replacement(charsmap: object) -> int:
 
 
 def _check_trie(units: NDArray[np.uint32], text: NDArray[np.uint8]) -> None:
-    """Follow all units at once: a unit with the highest bit is a value, from every other one 256 ways may lead on."""
+    """Raise ValueError unless every step from every unit of the trie stays in bounds.
+
+    A unit with the highest bit set is a value; from every other unit any of 256 bytes may lead on.
+    """
     steps = units & ~_VALUE == 0
-    steps[0] = True  # the reader begins there, whatever it is
+    steps[0] = True  # the reader steps on from the first unit even if it looks like a value
     offsets = (units >> np.uint32(10)) << ((units & np.uint32(1 << 9)) >> np.uint32(6))
     targets = np.arange(len(units), dtype=np.uint32)[steps] ^ offsets[steps]
     if len(targets) and int((targets | np.uint32(255)).max()) >= len(units):

@@ -2,8 +2,8 @@
 
 Formats: `chat_template.jinja` (the template, with others in `additional_chat_templates/NAME.jinja`),
 `chat_template.json` and `tokenizer_config.json` (key "chat_template": the template, or a list of {"name", "template"}
-with "default"). The one named "tool_use" is for requests with tools. Templates are untrusted: they get no object of the
-caller's, only checked copies made of JSON's own types.
+with "default"). The one named "tool_use" is for requests with tools. Templates are untrusted: they get none of the
+caller's objects, only checked copies that consist of JSON types.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ChatTemplate:
         self._sources = list(templates.values())
         self._templates = {name: self._compile(source) for name, source in templates.items()}
         self.takes_tools = any(re.search(r"\btools\b", source) for source in templates.values())
-        """True if a prompt can show tools at all."""
+        """Whether any of the templates mentions `tools`, so that a prompt can show tools at all."""
 
     @property
     def text(self) -> str:
-        """The sources of all templates, for who looks for what they say."""
+        """The sources of all templates, one after another, to search for the markers that they use."""
         return "\n".join(self._sources)
 
     @classmethod
@@ -80,7 +80,7 @@ class ChatTemplate:
         `tools` are JSON schema functions (dicts). With `enable_thinking` None the variable is undefined, so that the
         template's own default holds. Other keyword arguments become variables of the template.
         Raises RequestError if the messages are malformed or the template does not take them, CheckpointError if
-        the template does what no template may.
+        the template does something that templates may not do (`template_sandbox`).
         """
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "enable_thinking": enable_thinking}
         return self.render_marked(messages, (), **{**kwargs, **options}).text
@@ -95,10 +95,10 @@ class ChatTemplate:
         enable_thinking: object = None,
         **kwargs: object,
     ) -> MarkedText:
-        """Return the same prompt as `render`, with the text that people wrote marked.
+        """Return the same prompt as `render`, with untrusted text marked (`marks`).
 
-        That is the text of messages of users and tools, and of documents. System messages are the developer's own; in
-        the model's own messages only `control_tokens` are marked, and of those none that stands around thoughts or tool
+        Untrusted are the messages of users and tools, and documents. System messages are trusted, as the developer
+        writes them. In messages of the model only `control_tokens` are marked, except the markers of thoughts and tool
         calls. Without `control_tokens` nothing is marked.
         """
         variables: dict[str, object] = {"documents": None, **self._special_tokens}
@@ -124,7 +124,7 @@ class ChatTemplate:
             self._environment.current.marks = None
 
     def _run(self, template: Template, variables: dict[str, object]) -> str:
-        """Run a template. One that does not take the messages as they are gets them in other forms."""
+        """Return what the template writes. If it fails on the messages as they are, try them in `other_forms`."""
         others = other_forms(variables["messages"])
         while True:
             try:
@@ -149,7 +149,7 @@ class ChatTemplate:
             return Template.from_code(self._environment, code, self._environment.make_globals(None))
         except TemplateSyntaxError as error:
             raise CheckpointError(f"{self._path}, line {error.lineno} of the template: {error.message}") from error
-        except Exception as error:  # what Jinja lets through, Python's compiler may still refuse
+        except Exception as error:  # Python's compiler may refuse what Jinja has accepted
             raise CheckpointError(f"{self._path}: the template cannot be compiled: {_reason(error)}") from error
 
     def _explain(self, error: Exception) -> NoReturn:
@@ -169,15 +169,15 @@ class ChatTemplate:
 
 
 def additional_templates(folder: Path) -> list[Path]:
-    """Return the files of named templates beside `chat_template.jinja`; none where a link stands for their folder."""
+    """Return the files of named templates beside `chat_template.jinja`; none if their folder is a symbolic link."""
     more = folder / ADDITIONAL
     return [] if more.is_symlink() else sorted(more.glob("*.jinja"))
 
 
 def read_templates(folder: Path) -> tuple[dict[str, str], Path] | None:
-    """Return the templates of a checkpoint folder by name, and the file that they stand in; None if it has none.
+    """Return the templates of a checkpoint folder by name, and the file that holds them; None if it has none.
 
-    chat_template.jinja wins over chat_template.json, that over tokenizer_config.json. Raises CheckpointError
+    chat_template.jinja wins over chat_template.json, which wins over tokenizer_config.json. Raises CheckpointError
     naming the file if it is malformed.
     """
     path = folder / "chat_template.jinja"
@@ -239,5 +239,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Implement `tojson` as Hugging Face does: Jinja's own escapes HTML."""
+    """Return a value as JSON: the filter `tojson` as Hugging Face has it. Jinja's own would escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

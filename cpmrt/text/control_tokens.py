@@ -1,9 +1,9 @@
-"""The tokens that steer a model, such as <|im_end|>, and prompts in which only the template's own count as such.
+"""Encodes prompts in which only the template's own control tokens, such as <|im_end|>, count as tokens.
 
-The `tokenizers` library finds added tokens in a text wherever they are written. A text in which some are to be plain is
-therefore encoded by a second tokenizer, made when it is first needed: there these tokens have other, unguessable names,
-and the vocabulary does not hold the known ones. Everything else in it is the same, so that other text gets the ids that
-it always gets.
+The `tokenizers` library finds added tokens in a text wherever they are written. A text in which some of them are to be
+plain text is therefore encoded by a second tokenizer, made when it is first needed. There the control tokens have
+other, unguessable names, and the vocabulary lacks their known names. Everything else is the same, so that all other
+text gets the ids that it always gets.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _TAG = re.compile(r"</?[^\s<>]+>?")
 class ControlTokens:
     """The special tokens of a `tokenizers.Tokenizer`, and its other added tokens that are written as tags (<think>).
 
-    `texts` are what they look like. Tokens that count as whole words only are left out: what stands beside
-    them decides.
+    `texts` are their spellings. Tokens that count as whole words only (`single_word`) are left out, as it depends on
+    the neighbouring characters whether they are tokens.
     """
 
     def __init__(self, library: Any):
@@ -39,13 +39,13 @@ class ControlTokens:
         self._pattern = re.compile(f"({any_of(self._ids).pattern})")
 
     def parts(self, text: str) -> list[str | int]:
-        """Return a text in parts: the ids of the tokens in it, and what stands between them."""
+        """Split a text into the ids of the control tokens in it and the strings between them."""
         return [self._ids.get(part, part) for part in self._pattern.split(text) if part]
 
     def encode(self, prompt: MarkedText) -> Any:
-        """Return the library's encoding of a prompt, no BOS added; tokens that hold a marked character are plain text.
+        """Return the library's encoding of a prompt without BOS; control tokens with marked characters are plain text.
 
-        Without such tokens it is the encoding of the whole text.
+        If no control token has one, it is the library's encoding of the whole text.
         """
         encoding = encode_freely(self._library, prompt.plain)
         if prompt.marks is None:
@@ -60,7 +60,7 @@ class ControlTokens:
         return encode_freely(self._renamed_library, "".join(parts))
 
     def prepare(self) -> None:
-        """Make the second tokenizer now. It takes a second or two, in which no other thread runs."""
+        """Make the second tokenizer now. That takes a second or two, in which no other Python thread runs."""
         _ = self._renamed_library
 
     @cached_property
@@ -82,7 +82,7 @@ class ControlTokens:
 
 
 def _rename_in_model(model: dict[str, Any], aliases: dict[str, str]) -> None:
-    """Rename tokens in a vocabulary (a dict, or Unigram's list), and drop merges that would make them out of text."""
+    """Rename tokens in a model's vocabulary (a dict, or Unigram's list), and drop merges that would form them."""
     vocab = model["vocab"]
     if isinstance(vocab, dict):
         model["vocab"] = {aliases.get(text, text): token_id for text, token_id in vocab.items()}

@@ -1,4 +1,4 @@
-"""Encoding one text with the `tokenizers` library, however long it is, without keeping other threads from running."""
+"""Encodes a text of any length with the `tokenizers` library, while other threads can run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _FIX = "shorten the prompt or raise max_context"
 def encode_freely(library: Any, text: str) -> Any:
     """Return the library's encoding of a text, without BOS and offsets.
 
-    `library.encode` keeps the interpreter to itself until it is done, a second for a megabyte; this call does not.
+    `library.encode` would hold the interpreter's lock until it is done, a second for a megabyte; this call does not.
     """
     return library.encode_batch_fast([text], add_special_tokens=False)[0]
 
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """The most tokens that a prompt may have, and so the most bytes: each token stands for `longest_token` at most."""
+    """The most tokens that a prompt may have, and so the most bytes: `longest_token` is the most bytes of a token."""
 
     num_tokens: int
     longest_token: int
 
     def check_bytes(self, num_bytes: int) -> None:
-        """Raise ContextLengthError if a text of so many bytes cannot fit. Done first, as it costs nothing."""
+        """Raise ContextLengthError if a text of so many bytes cannot fit. Costs nothing, so it is checked first."""
         if num_bytes > self.num_tokens * self.longest_token:
             raise ContextLengthError(
                 f"the prompt has {num_bytes} bytes",
@@ -47,9 +47,9 @@ class PromptLimit:
 
 
 def longest_token(content: Mapping[str, Any]) -> int:
-    """Return how many bytes the longest token of a tokenizer.json has as it is spelled there.
+    """Return the bytes of the longest token of a tokenizer.json, by its spelling there.
 
-    Tokens of single bytes are spelled longer than they are, so that no text has more bytes for a token.
+    A spelling is never shorter than the bytes that its token stands for (`<0xE4>` is one byte), so this is a bound.
     """
     vocab: Mapping[str, int] | list[tuple[str, float]] = content["model"]["vocab"]
     texts: Iterable[str] = vocab if isinstance(vocab, Mapping) else (text for text, _ in vocab)

@@ -1,8 +1,8 @@
 """Keeps the text that people wrote apart from the chat template's own, so that only the template writes special tokens.
 
 While a template runs, the characters of a user's text that occur in special tokens are replaced one by one by
-private-use characters, their marks. Concatenation, slices and trimming carry marks along. Where a filter, a method, a
-test or a look-up reads the text, it is shown the text without marks, so the template takes the same decisions as ever.
+private-use characters, their marks. Concatenation, slices and trimming carry marks along. A filter, a method, a test or
+a look-up that reads the text is given it without marks, so the template decides the same as for unmarked text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 
 
 class MarkedText(NamedTuple):
-    """A rendered prompt in which the users' part is marked. `marks` None: nothing is."""
+    """A rendered prompt in which the text that users wrote is marked. `marks` is None if nothing is marked."""
 
     text: str
     marks: Marks | None
@@ -31,11 +31,11 @@ class MarkedText(NamedTuple):
 
 
 class Marks:
-    """A code between characters and their marks, for one conversation.
+    """A mapping between characters and their marks, for one conversation.
 
     `tokens` are the texts of the special tokens; white space in them is never marked, so that trimming works. `data` is
-    all text that may reach the prompt: private-use characters that occur in it are no marks.
-    Raises RequestError if they nearly all occur.
+    all text that may reach the prompt: private-use characters that occur in it are not used as marks.
+    Raises RequestError if too few private-use characters are left.
     """
 
     def __init__(self, tokens: Collection[str], data: object):
@@ -51,11 +51,11 @@ class Marks:
         self._marks = marks
 
     def put(self, value: Any) -> Any:
-        """Return the value with every string in it marked; keys of dicts only if they hold a whole token."""
+        """Return the value with every string in it marked; a dict's key only if it contains a whole special token."""
         return _each_string(value, lambda text: text.translate(self._mark), self._with_marked_key)
 
     def put_on_tokens(self, value: Any, *, but: Collection[str] = ()) -> Any:
-        """Return the value with the whole tokens in it marked, apart from those of `but`."""
+        """Return the value with the whole special tokens in its strings marked, except those listed in `but`."""
 
         def mark(match: re.Match[str]) -> str:
             return match[0] if match[0] in but else match[0].translate(self._mark)
@@ -63,12 +63,12 @@ class Marks:
         return _each_string(value, lambda text: self._tokens.sub(mark, text), self._with_marked_key)
 
     def removed(self, value: Any) -> Any:
-        """Return the value with no marks in its strings: the same object if there were none."""
+        """Return the value without the marks in its strings; the same object if there are none."""
         return _each_string(value, self._without, self._without)
 
     def _without(self, text: str) -> str:
-        # Python knows at once that a text is ASCII, and each search ends at once in one without such high characters,
-        # where a regular expression reads all of it.
+        # Fast for plain text: Python stores whether a text is ASCII, and `in` ends at once in a text without such high
+        # characters, while a regular expression would read all of it.
         is_plain = text.isascii() or not any(mark in text for mark in self._marks)
         return text if is_plain else text.translate(self._remove)
 
@@ -76,10 +76,11 @@ class Marks:
         return key.translate(self._mark) if self._tokens.search(key) else key
 
     def carried(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the function makes of arguments without marks, with the marks that belong to the result.
+        """Call the function with arguments without marks, and return its result with marks.
 
-        They are those that the function carries along itself, where that gives the same text. If it does not, because
-        the function looks at marked characters, the whole result counts as the user's. A generator has run to its end.
+        Unless the result is None, a bool or a number, the function is called with the marked arguments too. If both
+        results have the same text, the marked one is returned. If not, because the function looked at marked
+        characters, the whole result is marked as the user's. A generator is run to its end.
         """
         plain_args, plain_kwargs = self.removed(args), self.removed(kwargs)
         if plain_args is args and plain_kwargs is kwargs:
@@ -91,7 +92,7 @@ class Marks:
             return (item for item in self.carried(lambda *own, **named: list(function(*own, **named)), args, kwargs))
         try:
             carried = function(*args, **kwargs)
-        except Exception:  # a search in marked text may fail
+        except Exception:  # for instance a search that finds nothing in marked text
             return self.put(plain)
         if isinstance(plain, (str, list, tuple, dict)):
             return carried if self.removed(carried) == plain else self.put(plain)
@@ -99,7 +100,7 @@ class Marks:
 
 
 def _each_string(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
-    """Return the value with its strings changed, in lists, tuples and dicts too; the same object if none changes."""
+    """Return the value with its strings changed, also in lists, tuples and dicts; the same object if none changes."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -113,7 +114,7 @@ def _each_string(value: Any, change: Callable[[str], str], change_key: Callable[
 
 
 def any_of(texts: Collection[str]) -> re.Pattern[str]:
-    """Return the pattern that finds each of these texts, the longest first; nothing if there are none."""
+    """Return a pattern that matches any of these texts, the longest first; without texts it matches nothing."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 

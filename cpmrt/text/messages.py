@@ -1,6 +1,6 @@
-"""Checks the messages of a chat, and marks in them what people wrote.
+"""Checks the messages of a chat, and marks the untrusted text in them.
 
-Templates are untrusted and get no object of the caller's, only these copies made of JSON's own types.
+Templates are untrusted too and get none of the caller's objects, only these copies, which consist of JSON types.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from cpmrt.text.marks import Marks
 
 _MAX_DEPTH = 64
 SYSTEM_ROLES = ("system", "developer")
-"""Who speaks for the operator: such messages are trusted, and other chats may begin with them too."""
+"""The roles that speak for the operator: their messages are trusted, and other chats may begin with them too."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def checked_messages(messages: object, sources: Sequence[str] = ()) -> list[dict[str, object]]:
     """Check and copy the messages of a chat, each with a `role` and a `content`; text parts are joined to one string.
 
-    Roles are the usual ones and any other that the templates' `sources` write out.
+    A role must be one of the usual ones or stand as a quoted word in one of the templates' `sources`.
 
-    A message with `tool_calls` may lack the content; their arguments, which the OpenAI API has as JSON in a string,
-    become the objects that templates want. Keys with the value None are left out, as Hugging Face does: templates test
-    for absence, and would write "None". Raises RequestError with index and field.
+    A message with `tool_calls` may lack the content. The calls' arguments, which the OpenAI API has as JSON in a
+    string, become objects, as templates expect. Keys with the value None are left out, as Hugging Face does: templates
+    test whether a key is there, and would write "None". Raises RequestError with index and field.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError("messages", expected="a list of at least one message", actual=quoted(messages))
@@ -48,7 +48,7 @@ def checked_tools(tools: object) -> list[dict[str, object]] | None:
 
 
 def marked_variables(variables: dict[str, object], marks: Marks | None) -> dict[str, object]:
-    """Return the variables of a template with what people wrote marked: messages by their role, and documents."""
+    """Return the variables of a template with the untrusted text marked: messages by their role, and documents."""
     if marks is None:
         return variables
     messages = variables["messages"]
@@ -70,8 +70,8 @@ def _marked_message(message: dict[str, object], marks: Marks) -> dict[str, objec
 
 
 def other_forms(messages: object) -> Iterator[list[dict[str, object]]]:
-    """Yield the messages as templates may want them instead: with an empty content where there is none, and then
-    with the arguments of tool calls as JSON in a string, which some put between other text."""
+    """Yield the messages as some templates need them: first with "" for a missing content, then also with the arguments
+    of tool calls as JSON in a string, which some templates concatenate with other text."""
     assert isinstance(messages, list)
     complete = [{"content": "", **message} for message in messages]
     if not all("content" in message for message in messages):
@@ -90,7 +90,7 @@ def _with_texts(message: dict[str, Any]) -> dict[str, object]:
 
 
 def plain(value: object, where: str, depth: int = 0) -> object:
-    """Copy a value made of None, bool, int, float, str, list and dict. Raises RequestError naming what does not fit."""
+    """Copy a value that consists of JSON types (a tuple becomes a list). Raises RequestError naming what is no JSON."""
     if depth > _MAX_DEPTH:
         raise RequestError(where[:200], expected=f"at most {_MAX_DEPTH} levels of nesting", actual="more")
     if value is None or isinstance(value, bool):
@@ -132,7 +132,7 @@ def _checked_message(message: object, where: str) -> dict[str, object]:
 
 
 def _with_object(call: dict[str, object], where: str) -> dict[str, object]:
-    """Return a tool call with its arguments as an object; as it is where they are no JSON object in a string."""
+    """Return a tool call with its arguments parsed; unchanged if they are not a string that holds a JSON object."""
     function = call.get("function")
     text = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(text, str):

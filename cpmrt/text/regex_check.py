@@ -1,8 +1,8 @@
-"""Checks that a regular expression of a tokenizer cannot take for ever.
+"""Checks that matching a regular expression of a tokenizer cannot take for ever.
 
-The `tokenizers` library matches them by backtracking (Oniguruma, Ruby's syntax). What takes exponential time there is a
-repetition of something that can match the same text in several ways, or a long row of parts that are optional; what
-follows two long parts, and fails, is tried for each pair of their lengths. Patterns of tokenizers have nothing of that:
+The `tokenizers` library matches by backtracking (Oniguruma, Ruby's syntax). Exponential time is taken by a repetition
+of something that can match the same text in several ways, and by a long row of optional parts. A part that follows two
+long parts, and fails, is tried for each pair of their lengths. Patterns of tokenizers have none of that:
 `'s|'t| ?\\p{L}+|\\s+(?!\\S)|\\s+`.
 """
 
@@ -13,17 +13,18 @@ from dataclasses import dataclass, replace
 
 MAX_LENGTH = 8192
 MAX_VARIABLE = 5
-"""Parts of one alternative that can be of several lengths."""
+"""The most parts of one alternative that may vary in length."""
 MAX_LONG = 3
-"""Those of them that can be long."""
+"""The most parts of one alternative that may be long (more than `_LONG` repetitions)."""
 MAX_RETRIED = 1
-"""Those before a part that can fail: at each place in a text the time to fail grows with this power of its length."""
+"""The most long parts before a part that can fail: the time to fail at one place in a text is the text's length to
+this power."""
 _LONG = 3
-"""Repetitions up to which a part is short."""
+"""The most repetitions of a part that counts as short."""
 _GROUP = re.compile(r"\((?!\?|\*)|\(\?(?:[im]*(?:-[im]+)?:|[=!>]|<[=!]|<[A-Za-z_]\w*>)")
 _LOOK = re.compile(r"\(\?<?[=!]")
 _PLACES = ("^", "$", r"\b", r"\B", r"\A", r"\z", r"\Z", r"\G")
-"""What matches a place in a text, and no character."""
+"""Patterns that match a position in a text, and no character."""
 _OPTION = re.compile(r"\(\?[im]+\)")
 _ESCAPE = re.compile(
     r"\\(?:[pP]\{\^?[\w =-]{1,40}\}|x\{[0-9A-Fa-f]{1,8}\}|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[^\dkgKRXpPxu])", re.DOTALL
@@ -37,8 +38,12 @@ class UnsafeRegexError(ValueError):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the alternatives of a group have at most: parts that vary in length, that can be long, and long ones that
-    are retried with other lengths when a later part fails. `fewest` are the characters that it matches at least."""
+    """Bounds for a part of a pattern, the worst of its alternatives.
+
+    `variable`, `long`: how many of its parts vary in length, and how many can be long. `retried`: how many long parts
+    are tried again with other lengths when a later part fails. `has_choice`: it has alternatives. `fewest`: the fewest
+    characters that it matches.
+    """
 
     variable: int = 0
     long: int = 0
@@ -84,7 +89,7 @@ class _Shape:
 def check_regex(pattern: str) -> int:
     """Return the fewest characters that a pattern matches.
 
-    Raises UnsafeRegexError, with the reason, for one that may take exponential time or that is not known.
+    Raises UnsafeRegexError, with the reason, for a pattern that may take exponential time or has unknown syntax.
     """
     if len(pattern) > MAX_LENGTH:
         raise UnsafeRegexError(f"it has more than {MAX_LENGTH} characters")
@@ -98,13 +103,13 @@ def check_regex(pattern: str) -> int:
 
 
 class _Scanner:
-    """Reads a pattern from left to right; `at` is the next character."""
+    """Reads a pattern from left to right; `at` is the index of the next character."""
 
     def __init__(self, pattern: str):
         self.pattern, self.at, self._depth = pattern, 0, 0
 
     def alternatives(self) -> _Shape:
-        """Read up to the end or to the bracket that closes the group."""
+        """Read up to the end of the pattern or the bracket that closes the group, and return the shape of that."""
         shape = self._sequence()
         while self._peek() == "|":
             self.at += 1
@@ -133,7 +138,7 @@ class _Scanner:
 
     def _group(self) -> _Shape:
         if self.at == 0 and (option := _OPTION.match(self.pattern)):
-            self.at = option.end()  # elsewhere it would change what the alternatives behind it are
+            self.at = option.end()  # allowed at the start only: elsewhere it would regroup the alternatives after it
             return _Shape()
         looks_around = _LOOK.match(self.pattern, self.at)
         self._take(_GROUP, "a kind of group that tokenizers do not use")
@@ -157,7 +162,7 @@ class _Scanner:
             if char == "[":
                 depth += 1
                 self.at += self._peek() == "^"
-                self.at += self._peek() == "]"  # as the first character it is itself
+                self.at += self._peek() == "]"  # as the first character of a class it stands for itself
             elif char == "]":
                 depth -= 1
                 if depth == 0:

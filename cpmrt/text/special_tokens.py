@@ -1,4 +1,4 @@
-"""The special tokens of a checkpoint folder, and tokens that the files beside `tokenizer.json` add to its vocabulary.
+"""Reads the special tokens of a checkpoint folder, and the tokens that files beside `tokenizer.json` add to it.
 
 Formats: Hugging Face `tokenizer_config.json` and the older `special_tokens_map.json`, where a token is a string or an
 object with the string under "content". Added tokens stand in `tokenizer_config.json` under `added_tokens_decoder`
@@ -26,7 +26,7 @@ def read_optional(path: Path) -> dict[str, object]:
 
 
 def read_special_tokens(folder: Path) -> dict[str, str | list[str]]:
-    """Return the special tokens by name, those of NAMES as strings and `additional_special_tokens` as a list.
+    """Return the special tokens by name: those of NAMES as strings, and `additional_special_tokens` as a list.
 
     tokenizer_config.json wins over special_tokens_map.json; a token that is null or "" in both is left out.
     Raises CheckpointError on malformed files.
@@ -113,7 +113,7 @@ def _from_added_tokens_json(folder: Path) -> Iterator[_Added]:
 
 
 def _listed(tokens: object, path: Path) -> Iterator[_Added]:
-    """Yield the list in tokenizer.json. The library has validated it, but renumbers ids that leave a gap."""
+    """Yield the added tokens of tokenizer.json. The library has validated the list, but renumbers ids after a gap."""
     for value in tokens if isinstance(tokens, list) else []:
         if isinstance(value, dict) and isinstance(value.get("id"), int):
             yield _Added(value["id"], token_text(value, path, "added_tokens"), _flags(value), path)

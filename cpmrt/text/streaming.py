@@ -1,4 +1,4 @@
-"""Text that arrives in pieces: token ids to characters, and the end at a stop string."""
+"""Turns token ids into characters piece by piece, and ends text at a stop string."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cpmrt.text.tokenizer import Tokenizer
 class Detokenizer:
     """Turns the tokens of one sequence into text as they come: each character as soon as it is complete, none before.
 
-    All pieces together are what `tokenizer.decode(prompt + output)` adds to the prompt's text, without special tokens
-    but those of `shown_ids`: the space in front of a first word is kept. Bytes that are not UTF-8 become U+FFFD once
-    that is certain. A character that the prompt leaves unfinished belongs to the output. The cost of a token does not
-    depend on those before it.
+    All pieces together are what `tokenizer.decode(prompt + output)` adds to the prompt's text, so a space in front of
+    the first word is kept. Special tokens are left out, except those of `shown_ids`. Bytes that are not UTF-8 become
+    U+FFFD once that is certain. A character that the prompt leaves unfinished belongs to the output. The cost of a
+    token does not depend on those before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), shown_ids: frozenset[int] = frozenset()):
         self._tokenizer, self._shown_ids = tokenizer, shown_ids
         self._unfinished = b""
-        """The beginning of a character."""
+        """The bytes of a character that is not complete yet."""
         tail = b""
         for token_id in reversed(prompt_ids):
             if len(tail) >= 3:  # an unfinished character has at most three bytes
@@ -44,7 +44,7 @@ class Detokenizer:
         return self._characters(b"".join(pieces))
 
     def flush(self) -> str:
-        """Return the rest after the last token: "" or one U+FFFD for a character that was never finished."""
+        """Return the rest after the last token: "", or one U+FFFD for a character that was never completed."""
         return self._characters(b"", final=True)
 
     def _characters(self, more: bytes, final: bool = False) -> str:
@@ -55,7 +55,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts text before the first stop string, and shows as much of it as early as possible.
+    """Cuts text before the first stop string, and passes each character on as early as possible.
 
     The first match is the one that ends earliest, so it does not matter where the text is split into pieces; of several
     that end at the same character the longest counts.
@@ -69,7 +69,7 @@ class StopStrings:
         """The stop string that has ended the text."""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Return the text that may be shown now, and whether a stop string was hit; then no more text follows."""
+        """Return the text that may be shown now, and whether a stop string was hit, after which no more text comes."""
         automaton = self._automaton
         if self.hit or automaton is None:
             return ("", True) if self.hit else (piece, False)
@@ -95,9 +95,9 @@ class StopStrings:
 class StopAutomaton:
     """Follows all stop strings at once (Aho and Corasick, 1975): constant work per character, on average.
 
-    A node stands for a beginning of stop strings, the longest that the text ends with; 0 is the empty one. `depth` is
-    its length, `longest` the length of the longest stop string that the text ends with there, 0 without one. Building
-    it takes time and memory in proportion to the characters of all stop strings.
+    A node stands for a prefix of stop strings: the longest one that the text so far ends with. Node 0 is the empty
+    prefix. `depth` is the length of each node's prefix, `longest` the length of the longest stop string that the prefix
+    ends with, 0 if there is none. Time and memory to build it are proportional to the characters of all stop strings.
     """
 
     def __init__(self, stop: tuple[str, ...]):
@@ -108,11 +108,11 @@ class StopAutomaton:
         for text in stop:
             self._insert(text)
         self._shorter = [0] * len(self.depth)
-        """The longest other node that the text of each node ends with."""
+        """Node -> the node of the longest proper suffix of its prefix that is a prefix of a stop string too."""
         self._link()
 
     def after(self, node: int, char: str) -> int:
-        """Return the node that follows `node` with one more character."""
+        """Return the node of the text that was at `node` and got one more character."""
         while (child := self._children[node].get(char)) is None:
             if not node:
                 return 0
@@ -132,7 +132,7 @@ class StopAutomaton:
         self.longest[node] = len(text)
 
     def _link(self) -> None:
-        """Set `_shorter`, shorter nodes before longer ones, and carry the stop strings over that end inside others."""
+        """Set `_shorter`, shorter prefixes first, and add to `longest` the stop strings that end inside other ones."""
         queue = deque(self._children[0].values())
         while queue:
             node = queue.popleft()
@@ -145,5 +145,5 @@ class StopAutomaton:
 
 @lru_cache(maxsize=32)
 def stop_automaton(stop: tuple[str, ...]) -> StopAutomaton:
-    """Return the automaton of these stop strings; the sequences of a request, and later ones, share it."""
+    """Return the automaton of these stop strings, which all sequences of a request and later requests share."""
     return StopAutomaton(stop)

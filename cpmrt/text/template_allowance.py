@@ -1,4 +1,4 @@
-"""The work that rendering one conversation may take, counted in characters and items, and its time."""
+"""Limits the work of rendering one conversation, counted in characters and items, and its time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
-SPARE_SIZE = 2**22  # characters and items that one value may have beyond those of the conversation
+SPARE_SIZE = 2**22  # size that one value may have beyond a multiple of the conversation's
 DEADLINE_S = 10.0
-_ITEM_COST = 8  # in characters, of one item of a list or dict
+_ITEM_COST = 8  # what one item of a list or dict counts, in characters
 
 
 class LimitError(SecurityError):
@@ -19,7 +19,10 @@ class LimitError(SecurityError):
 
 
 class Allowance(threading.local):
-    """The work and the time that the rendering in this thread may still spend."""
+    """The work and the time that the rendering in this thread may still spend.
+
+    `size` is the largest size of one value, `left` the size of all values still to be made, `deadline` a `monotonic()`.
+    """
 
     size: int = SPARE_SIZE
     left: int = 16 * SPARE_SIZE
@@ -31,7 +34,7 @@ class Allowance(threading.local):
         self.left, self.deadline = 16 * self.size, time.monotonic() + DEADLINE_S
 
     def spend(self, size: int) -> None:
-        """Count characters or items made. Raises LimitError when there are too many, or the time is up."""
+        """Count `size` characters that the template makes. Raises LimitError if they are too many or the time is up."""
         self.left -= size
         if self.left < 0:
             raise LimitError("it makes too much text or takes too many turns")
@@ -39,7 +42,10 @@ class Allowance(threading.local):
             raise LimitError(f"it takes longer than {DEADLINE_S:g} s")
 
     def measure(self, value: object, limit: int | None = None) -> int:
-        """Return the size of a value in characters; nested ones count as often as they occur. Raises LimitError."""
+        """Return the size of a value in characters; nested values count as often as they occur.
+
+        Raises LimitError if it exceeds `limit` (default: `self.size`), SecurityError for a namespace inside the value.
+        """
         limit = self.size if limit is None else limit
         total, pending = 0, [value]
         while pending:

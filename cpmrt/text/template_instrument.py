@@ -1,4 +1,4 @@
-"""Changes a parsed chat template so that what it does passes the sandbox's own methods, where Jinja has no hook."""
+"""Changes a parsed chat template so that it calls methods of the sandbox where Jinja has no hook for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from jinja2.visitor import NodeTransformer
 
 
 class Instrument(NodeTransformer):
-    """Puts the environment's `turn`, `keep`, `join_text` and `unmarked` into a parsed template."""
+    """Inserts calls of the environment's methods into a parsed template.
+
+    Each turn of a loop calls `turn`; lists, dicts, tuples and slices pass through `keep`, operands of comparisons
+    through `unmarked`; the operator `~` becomes `join_text`.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)

@@ -1,4 +1,4 @@
-"""The sandbox that chat templates run in. They are programs from the network, so they reach nothing and end soon.
+"""The sandbox that chat templates run in: they are programs from the network, so their access and work are limited.
 
 Jinja's immutable sandbox keeps them from Python's internals and from the caller's data. On top of it loops and
 calls are counted, and every value a template makes is measured before it is kept, so that neither a nest of
@@ -27,11 +27,11 @@ from cpmrt.text.marks import Marks
 from cpmrt.text.template_allowance import Allowance, LimitError
 from cpmrt.text.template_instrument import Instrument
 
-_TURN_COST = 128  # in characters, of one turn of a loop or one call
-_MAX_ARGUMENT = 100_000  # for the widths and counts that these functions and filters take
+_TURN_COST = 128  # what one turn of a loop or one call counts, in characters
+_MAX_ARGUMENT = 100_000  # largest width or count that the functions and filters of _SIZED take
 _SIZED = {"safe_range", "center", "ljust", "rjust", "zfill", "batch", "slice", "round", "truncate", "to_bytes"}
 _MAX_INT_BITS = 4096
-_MAX_FORMATTED = 10_000  # characters that one number can take: widths of five digits are refused
+_MAX_FORMATTED = 10_000  # most characters of one formatted number, as widths of five digits are refused
 _REFUSED_FILTERS = {"wordwrap", "urlize", "xmlattr", "pprint", "striptags"}
 _REFUSED_METHODS = {"expandtabs", "translate", "encode", "format_map"}
 _LOOK_UPS = {"get", "index", "count"}  # methods of dicts, lists and tuples that compare their first argument
@@ -39,13 +39,13 @@ _WIDTH = re.compile(r"%[^a-zA-Z%]*(\*|\d{5})|\{[^}]*(\{|\d{5})")
 
 
 class Current(threading.local):
-    """The marks of the conversation that is rendered in this thread; None: no text is marked."""
+    """The marks of the conversation that is being rendered in this thread; None if no text is marked."""
 
     marks: Marks | None = None
 
 
 class ChatNamespace(Namespace):
-    """The `namespace()` of templates, which keeps no private names and no other namespaces."""
+    """The `namespace()` of templates. It refuses private names and other namespaces as values."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -106,7 +106,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def set_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Add a filter, its arguments and result bounded like those of Jinja's own."""
+        """Add a filter whose arguments and result are bounded like those of Jinja's own filters."""
         self.filters[name] = self._bounded_filter(name, function)
 
     def turn(self) -> None:
@@ -114,29 +114,29 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         self.allowance.spend(_TURN_COST)
 
     def keep(self, value: Any) -> Any:
-        """Measure and count a list, tuple, dict or slice that the template makes."""
+        """Measure and count a list, tuple, dict or slice that the template makes, and return it."""
         return self.allowance.keep(value)
 
     def unmarked(self, value: Any) -> Any:
-        """Return an operand of a comparison as the template is to see it: without marks."""
+        """Return a value without marks, as comparisons and look-ups of the template have to see it."""
         marks = self.current.marks
         return value if marks is None else marks.removed(value)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return `obj[argument]`, where dicts compare keys as the template is to see them: without marks."""
+        """Return `obj[argument]`; keys of dicts are compared without marks."""
         plain = self.unmarked(argument)
         if isinstance(obj, dict):
-            with suppress(TypeError, KeyError):  # it may name a method, which is that of the dict with its marks
+            with suppress(TypeError, KeyError):  # no such key: it may be a method of `obj` with its marks
                 return obj[plain] if plain in obj else self._comparable(obj)[plain]
         return super().getitem(obj, plain)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute`, which in a dict is a key unless it is a method."""
+        """Return `obj.attribute`. For a dict it is the value of that key, unless a method has the name."""
         is_key = isinstance(obj, dict) and not hasattr(obj, attribute)
         return self.getitem(obj, attribute) if is_key else super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Carry out a call in a template: each passes here."""
+        """Carry out a call in a template, with bounds on its arguments and its result. Jinja sends every call here."""
         self = __self
         if getattr(__obj, "__self__", None) is self:
             return __obj(*args)
@@ -156,7 +156,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.allowance.keep(made)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute `+`, `*`, `**` and `%`, after a look at how large the result will be."""
+        """Compute `+`, `*`, `**` or `%`. Raises LimitError first if the result would be too large."""
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * (right if operator == "**" else 1) + right.bit_length()
             if bits > _MAX_INT_BITS:
@@ -175,13 +175,13 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return self.allowance.keep(compute(context, operator, left, right))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Refuse also the string methods whose result can be far larger than their arguments."""
+        """Refuse, beside what Jinja refuses, string methods whose result can be far larger than their arguments."""
         if isinstance(obj, str) and attr in _REFUSED_METHODS:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Wrap `str.format` so that it checks the widths in the format first."""
+        """Return a wrapper of `str.format` that checks the widths in the format first; None for another callable."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -216,7 +216,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return bounded
 
     def _check_arguments(self, name: str, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call whose arguments, or whose result, would be too large. `own` is the value it works on."""
+        """Raise LimitError for a call whose arguments or result are too large. `own` is the value it works on."""
         given = [*args, *kwargs.values()]
         size = self.allowance.measure(own) + sum(self.allowance.measure(value) for value in given)
         if name in _SIZED and any(isinstance(value, int) and abs(value) > _MAX_ARGUMENT for value in given):
@@ -248,14 +248,14 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return function(*args, **kwargs) if marks is None else marks.carried(function, _countable(args), kwargs)
 
     def _comparable(self, own: Any) -> Any:
-        """Return a dict with plain keys, whose values keep their marks, or a list or tuple with plain items."""
+        """Return a dict with unmarked keys (its values keep their marks), or a list or tuple with unmarked items."""
         marks = self.current.marks
         if marks is None or not isinstance(own, dict):
             return self.unmarked(own)
         return {marks.removed(key): value for key, value in own.items()}
 
     def _written(self, value: Any) -> str:
-        """Return a value as the template writes it out."""
+        """Return the text that the template writes for a value."""
         return value if isinstance(value, str) else str(self._carried(str, (value,), {}))
 
     def _fits(self, size: int) -> None:
@@ -265,5 +265,5 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _countable(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make lists of the generators that filters such as `map` return, so that they can be looked at twice."""
+    """Return the arguments with generators, as filters like `map` return, made lists: they are read more than once."""
     return tuple(list(value) if isinstance(value, GeneratorType) else value for value in args)

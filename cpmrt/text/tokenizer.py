@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class Tokenizer:
-    """Text to token ids and back. Made by `Tokenizer.open`.
+    """Turns text into token ids and back. Made by `Tokenizer.open`.
 
     `bos_token_id` is None and `eos_token_ids` empty where the tokenizer's files name none; the model's own end
     tokens (config.json, generation_config.json) are not among them. `vocab_size` counts all tokens, added ones
-    included; it may differ from the rows of the model's embedding. `longest_token`: the most bytes of a token.
+    included; it may differ from the rows of the model's embedding. `longest_token` is the most bytes of a token.
     """
 
     def __init__(self, library: Any, folder: Path, *, longest_token: int, vocab_size: int | None = None):
@@ -86,21 +86,21 @@ class Tokenizer:
         """Return the token ids of a text; special tokens written in it are read as such.
 
         With `add_special_tokens`, BOS is put in front if tokenizer_config.json has add_bos_token true, or has no
-        such key and the post-processor of tokenizer.json does; but not if the text already begins with it.
+        such key and the post-processor of tokenizer.json puts it there; but not if the text already begins with it.
         Raises RequestError on text that is not valid Unicode or needs a token the model has no embedding for,
-        ContextLengthError on more than `max_tokens`, if the text alone shows it before it is encoded.
+        ContextLengthError on more than `max_tokens`; a text that is clearly too long is not even encoded.
         """
         return self._encoded(text, partial(encode_freely, self._library, text), add_special_tokens, max_tokens)
 
     def encode_marked(self, prompt: MarkedText, *, max_tokens: int | None = None) -> list[int]:
-        """Return the token ids of a rendered chat as `encode` does, but special tokens in marked text are plain text.
+        """Return the token ids of a rendered chat as `encode` does, but take special tokens in marked text as plain.
 
         Raises RequestError and ContextLengthError like `encode`.
         """
         return self._encoded(prompt.plain, partial(self.control_tokens.encode, prompt), True, max_tokens)
 
     def encode_plain(self, text: str, *, but: Collection[str] = ()) -> list[int]:
-        """Return the token ids of a text without BOS, its special tokens (apart from those of `but`) as plain text.
+        """Return the token ids of a text without BOS; its special tokens, except those of `but`, are plain text.
 
         Raises RequestError like `encode`.
         """
@@ -138,9 +138,9 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids. Ids without a token (padding rows of the model) add nothing.
 
-        The result equals that of the `tokenizers` library on valid UTF-8. Of other bytes only the wrong ones become
+        The result equals that of the `tokenizers` library on valid UTF-8. Otherwise only the invalid bytes become
         U+FFFD, as in SentencePiece; the library replaces the valid characters next to them too.
-        Raises RequestError on what is not a token id.
+        Raises RequestError on anything that is not a token id.
         """
         wanted = [_checked(token_id) for token_id in ids]
         if skip_special_tokens:
@@ -148,9 +148,9 @@ class Tokenizer:
         return self._run("decode", lambda: self._bytes.join(wanted)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
-        """Return the bytes one token adds to a text, b"" for special tokens; `first`: nothing is in front of it.
+        """Return the bytes that one token adds to a text, b"" for special tokens; `first`: it is the first of the text.
 
-        Raises RequestError on what is not a token id.
+        Raises RequestError on anything that is not a token id.
         """
         if _checked(token_id) in self.special_ids:
             return b""
@@ -181,14 +181,14 @@ class Tokenizer:
         front, back = self._added_ids
         ids, bos, add_bos = [*front, *plain_ids, *back], self.bos_token_id, self._add_bos
         if front and ids[:1] == plain_ids[:1]:
-            return ids[1:]  # the text brings its own
+            return ids[1:]  # the text itself begins with that token
         if front and ids[0] == bos:
             return ids[1:] if add_bos is False else ids
         return [bos, *ids] if add_bos and bos is not None and plain_ids[:1] != [bos] else ids
 
     @cached_property
     def _added_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that the post-processor puts in front of every text and behind it."""
+        """The ids that the post-processor puts before every text, and those that it puts after it."""
         plain = self._library.encode("a", add_special_tokens=False)
         full = self._library.post_process(plain, None, True)
         ids = list(full.ids)

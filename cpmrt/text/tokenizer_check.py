@@ -1,8 +1,8 @@
 """Checks what a tokenizer.json may contain before the `tokenizers` library loads it.
 
-The library trusts the file: a normalizer may make gigabytes of a short text, which ends the process where memory runs
-out, and what it did not expect is a panic. So components, sizes and regular expressions are bounded here. The bounds
-are far from what tokenizers of models need.
+The library trusts the file: a normalizer may make gigabytes of a short text, which ends the process when memory runs
+out, and it panics on contents that it does not expect. So components, sizes and regular expressions are bounded here.
+The bounds are far beyond what tokenizers of models need.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cpmrt.text.charsmap_check import longest_replacement
 from cpmrt.text.regex_check import UnsafeRegexError, check_regex
 
 MAX_GROWTH = 256
-"""How many times as long a text may become, in bytes, by all normalizers and pre-tokenizers, or by all decoders."""
+"""The most times that a text may grow, in bytes, by all normalizers and pre-tokenizers together, or by all decoders."""
 MAX_STRING_BYTES = 256
 """The longest string that a component may put into a text."""
 MAX_COMPONENTS = 64
@@ -23,21 +23,25 @@ MAX_DEPTH = 8
 MAX_TOKEN_CHARACTERS = 16384
 MAX_TEMPLATE_PIECES = 64
 MAX_TEXT_COPIES = 4
-"""How often a post-processor may repeat the tokens of a text."""
+"""The most times that a post-processor may repeat the tokens of a text."""
 
 Component = Mapping[str, Any]
 Growth = Callable[[Component, "_Place"], float]
 
 
 class _Place:
-    """Where components stand, for messages, what kinds there may be, and under which name a Sequence has its parts."""
+    """Checks the components of one section of a tokenizer.json.
+
+    `source` names the section in messages, `kinds` are the types that a component may have there, each with its check,
+    and `parts` is the key under which a Sequence lists its components.
+    """
 
     def __init__(self, source: str, kinds: Mapping[str, Growth], parts: str):
         self.source, self._kinds, self._parts, self._count = source, kinds, parts, 0
         self._num_templates = 0
 
     def growth(self, value: object, depth: int = 0) -> float:
-        """Check a component, null or with others in it; return how many times as long it may make a text."""
+        """Check a component, which may be null or a Sequence; return how many times as long it may make a text."""
         if value is None:
             return 1.0
         kind = value.get("type") if isinstance(value, Mapping) else value
@@ -59,13 +63,13 @@ class _Place:
         return product
 
     def count_template(self) -> None:
-        """Check that this is the first component that puts special tokens around a text: the library takes only one."""
+        """Raise CheckpointError on a second component that adds special tokens: the library takes only one."""
         self._num_templates += 1
         if self._num_templates > 1:
             raise self.refuse("processors that add special tokens", "one", self._num_templates)
 
     def string(self, component: Component, name: str) -> str:
-        """Return a short string of a component, "" where it is null or absent."""
+        """Return a string of a component, "" if it is null or absent. Raises CheckpointError above MAX_STRING_BYTES."""
         value = component.get(name)
         text = "" if value is None else value
         if not isinstance(text, str) or len(text.encode("utf-8", "surrogatepass")) > MAX_STRING_BYTES:
@@ -73,13 +77,13 @@ class _Place:
         return text
 
     def integer(self, component: Component, name: str, low: int) -> None:
-        """Check an integer of a component, where it is there."""
+        """Check an integer of a component, if it is there: it must be in [low, 2**31)."""
         value = component.get(name, low)
         if type(value) is not int or not low <= value < 2**31:
             raise self.refuse(name, f"an integer in [{low}, 2**31)", value)
 
     def pattern(self, component: Component) -> int:
-        """Return the fewest bytes that a pattern matches, a string or a regular expression, which is checked."""
+        """Return the fewest bytes that a pattern matches; it is a string, or a regular expression, which is checked."""
         pattern = component.get("pattern")
         if isinstance(pattern, Mapping) and len(pattern) == 1:
             if "String" in pattern:
@@ -89,7 +93,7 @@ class _Place:
         raise self.refuse("pattern", '{"String": ...} or {"Regex": ...}', pattern)
 
     def refuse(self, what: str, expected: str, actual: object) -> CheckpointError:
-        """Return the error for something that a tokenizer.json may not contain."""
+        """Return the error to raise for something that a tokenizer.json may not contain."""
         return CheckpointError(f"{self.source}: {what}", expected=expected, actual=quoted(actual))
 
     def _fewest(self, text: str) -> int:
@@ -108,7 +112,7 @@ def _times(growth: float) -> Growth:
 
 def _replace(component: Component, place: _Place) -> float:
     added, fewest = len(place.string(component, "content").encode("utf-8", "surrogatepass")), place.pattern(component)
-    if not fewest:  # the library panics at the ends of a text
+    if not fewest:  # on an empty match the library panics at the ends of a text
         raise place.refuse("pattern", "one that matches no empty text", component["pattern"])
     return max(1.0, added / fewest)
 
@@ -123,7 +127,7 @@ def _with_strings(growth: float, *names: str) -> Growth:
 
 
 def _prepend(component: Component, place: _Place) -> float:
-    """The library panics where the normalizer behind an empty one changes the text."""
+    """Refuse to prepend an empty string: the library panics if a later normalizer changes the text then."""
     if not place.string(component, "prepend"):
         raise place.refuse("prepend", "a string that is not empty", component.get("prepend"))
     return 1.0
@@ -141,7 +145,7 @@ def _split(component: Component, place: _Place) -> float:
 
 def _strip(component: Component, place: _Place) -> float:
     place.integer(component, "start", 0)
-    if component.get("stop") != 0:  # the library panics at a token that is shorter
+    if component.get("stop") != 0:  # the library panics on a token shorter than that
         raise place.refuse("stop", "0", component.get("stop"))
     return 1.0
 
@@ -221,7 +225,7 @@ def _pieces(component: Component, name: str, place: _Place) -> list[Any]:
 
 
 def _is_text(piece: Any, texts: str, special: Mapping[str, Any], place: _Place) -> bool:
-    """Whether a piece of a template stands for one of the `texts`, and not for a special token, which must be known."""
+    """Whether a piece of a template is one of the `texts` and not a special token; the token must be in `special`."""
     (kind, value), *more = piece.items() if isinstance(piece, Mapping) and piece else [("", None)]
     name = value.get("id") if isinstance(value, Mapping) else None
     is_token = kind == "SpecialToken" and isinstance(name, str) and name in special
@@ -259,7 +263,8 @@ def _check_model(value: object, source: str) -> None:
 
 
 def _check_merges(model: Mapping[str, Any], source: str) -> None:
-    """Check that what continues a word begins with the prefix of such tokens, which the library takes off unseen."""
+    """Check that the second token of each merge begins with `continuing_subword_prefix`: the library strips that
+    without a look."""
     prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
     if not prefix or not isinstance(merges, list):
         return
@@ -273,7 +278,7 @@ def _check_merges(model: Mapping[str, Any], source: str) -> None:
 
 
 def _rows(vocab: object) -> Iterator[list[Any]]:
-    """Yield the rows [token, score] of a Unigram model; what is none the library refuses."""
+    """Yield the rows [token, score] of a Unigram model; anything else in the list the library refuses itself."""
     yield from (row for row in (vocab if isinstance(vocab, list) else ()) if isinstance(row, list) and row)
 
 

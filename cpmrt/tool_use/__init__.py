@@ -1,1 +1,1 @@
-"""Calls of tools: the formats in which models write them, what reads them, and the grammars that they obey."""
+"""Tool calls: the formats in which models write them, their parsers, and the grammars that constrain them."""

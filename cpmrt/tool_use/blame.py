@@ -1,4 +1,4 @@
-"""Says which tool is at fault where the calls of some tools have no grammar: nobody has written that grammar."""
+"""Finds the tool whose schema is at fault if the grammar of tool calls, which the user has not written, is refused."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from cpmrt.errors import RequestError, quoted
 from cpmrt.tool_use.calls import listed_types, properties_of
 
 _REPORT = re.compile(r"at (?P<line>\d+)\(\d+\): (failed to compile JSON schema: )?(?P<reason>.*?)( \d+ \| .*)?")
-"""What llguidance says of a grammar: line, column, reason, and then the lines around, with their numbers."""
+"""An error of llguidance about a grammar: line, column, reason, then the lines around it with their numbers."""
 _RULE_OF_A_CALL = re.compile(r"[cC](\d+)")
 _KINDS = (
     ("enum", list, "an array"), ("pattern", str, "a regular expression"), ("minLength", int, "an integer"),
     ("maxLength", int, "an integer"),
 )  # fmt: skip
-"""What may stand at a key of a schema, and how to say it."""
+"""Key of a parameter's schema, the type that its value must have, and that type in words."""
 
 
 def check_schemas(tools: Sequence[Mapping[str, Any]], names: Collection[str]) -> None:
-    """Raise RequestError for a schema of the tools with these names that no call could obey, or that is malformed."""
+    """Raise RequestError if the schema of one of the named tools is malformed, or is one that no call could obey."""
     for index, tool in enumerate(tools):
         function = tool["function"]
         if function["name"] in names:
@@ -32,9 +32,10 @@ def check_schemas(tools: Sequence[Mapping[str, Any]], names: Collection[str]) ->
 def blamed(
     refusal: RequestError, grammar: str, tools: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> RequestError:
-    """Return what is wrong with the tools, or the schema beside them, of whose `grammar` this is the refusal.
+    """Return the error to raise for a refused `grammar` of tool calls: it names the tool, or the other schema.
 
-    `names` are those of the tools in the order of the grammar. What is wrong with something else stays as it is.
+    The other schema is that of answers without a call. `names` are the tools' names in the order of the grammar's
+    rules. A refusal of anything else is returned unchanged.
     """
     if refusal.what != "SamplingParams.grammar":
         return refusal
@@ -59,7 +60,7 @@ def _place(index: int, what: str) -> str:
 
 
 def _mistakes(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
-    """Yield where a schema has what it must not have, what was expected and what is there, as far as calls need it."""
+    """Yield the mistakes in a function's schema that matter for calls: the place, what is expected, what is there."""
     types = listed_types(schema)
     if types and "object" not in types:
         yield "type", "object", schema["type"]

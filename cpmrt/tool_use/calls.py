@@ -1,4 +1,4 @@
-"""What a tool call is: a function's name and its arguments, checked against nothing but JSON."""
+"""Defines a tool call, a function's name and its arguments as JSON, and helpers for the schemas of tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
-    """Return the schemas of tools as the OpenAI API describes them. Raises RequestError with the index of any other."""
+    """Return the schemas of tools in the OpenAI API's form. Raises RequestError with the index of a malformed tool."""
     schemas = dict[str, Mapping[str, Any]]()
     for index, tool in enumerate(tools):
         function = tool.get("function")
@@ -39,7 +39,10 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
 
 
 def called_names(tools: Iterable[Mapping[str, Any]], tool_choice: str) -> tuple[str, ...]:
-    """Return the names of the tools of which one must be called. Raises RequestError for a choice that there is not."""
+    """Return the names of the tools of which one must be called; none for auto and none.
+
+    Raises RequestError for a `tool_choice` that does not exist.
+    """
     names = tuple(schemas_of(tools))
     if tool_choice in ("auto", "none"):
         return ()
@@ -53,25 +56,25 @@ def called_names(tools: Iterable[Mapping[str, Any]], tool_choice: str) -> tuple[
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schemas of a function's parameters by their names; none where it lists them in no such way."""
+    """Return the schemas of a function's parameters by name; {} if the schema has no object `properties`."""
     properties = schema.get("properties")
     return properties if isinstance(properties, Mapping) else {}
 
 
 def required_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the parameters that a call must have; none where the schema lists them in no such way."""
+    """Return the names of the parameters that a call must have; none if the schema has no list `required`."""
     required = schema.get("required")
     return frozenset(each for each in (required if isinstance(required, list) else ()) if isinstance(each, str))
 
 
 def listed_types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types that a schema lists as its `type`; none if it does not say."""
+    """Return the JSON types that a schema's `type` lists; an empty set if it has none."""
     listed = schema.get("type")
     return {each for each in (listed if isinstance(listed, list) else [listed]) if isinstance(each, str)}
 
 
 def within_floats(number: float) -> float:
-    """Return the nearest number that JSON's readers can hold: a model may write one that is beyond all floats."""
+    """Return the nearest finite float: a model may write a number beyond all floats, and JSON has no infinity."""
     return max(-sys.float_info.max, min(sys.float_info.max, number))
 
 
@@ -83,11 +86,11 @@ def _first_of_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_first_of_each, parse_float=lambda text: within_floats(float(text)))
-"""Reads the JSON of models. Of a name that comes again the first value counts: a stream has sent it by then."""
+"""Reads JSON that models write. If a key is repeated its first value counts, as a stream has sent that already."""
 
 
 def as_json(value: object) -> str:
-    """Write arguments as JSON. Raises ValueError if JSON lacks one of the values."""
+    """Return a value as JSON. Raises ValueError if JSON cannot express it."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Finds tool calls in the text of an answer, as it comes or when it is there."""
+"""Finds tool calls in the text of an answer, while it comes or when it is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANY_START = re.compile("|".join(map(re.escape, _STARTS)))
 
 
 class CallFinder:
-    """Splits text into (text, calls). A block that turns out to be no call comes out as the text that it is.
+    """Splits the text of an answer into text and calls. A block that turns out to be no call is returned as text.
 
     White space in front of a call, and between calls, is dropped.
     """
@@ -27,7 +27,7 @@ class CallFinder:
         self._form: Format | None = None
         """The format of the block that is open."""
         self._end = EndFinder(FORMATS[0])
-        """What finds the end of the block that is open."""
+        """Finds the end of the block that is open."""
         self._has_calls = False
         self._skips_quoted = True
 
@@ -37,11 +37,11 @@ class CallFinder:
         return self._form is not None and len(self._held) > MAX_GROWING
 
     def growing(self, form: Format) -> list[Call]:
-        """Return the calls in the open block, if it is of this format, as far as their arguments are certain."""
+        """Return the calls in the open block if it is of this format, their arguments as far as they are certain."""
         return growing_calls(form, self._held, self._schemas) if self._form is form else []
 
     def unclosed(self) -> list[Call]:
-        """Return the calls in the open block if nothing but its end is missing; models end their turn instead."""
+        """Return the calls in the open block if only its end marker is missing: models end their turn instead."""
         calls = list[Call]()
         if self._form is not None:
             self._read(self._form, self._held, calls)
@@ -56,9 +56,10 @@ class CallFinder:
         return "".join(shown), calls
 
     def flush(self) -> tuple[str, list[Call]]:
-        """Return what is still held back. The end of the last block may be missing: models end their turn instead.
+        """Return the text and the calls still held back. The end marker of the last block may be missing.
 
-        If the block is no call either way, a quotation may be open in it; from then on quoted end markers count.
+        Models end their turn instead. If the block is no call even so, a quotation may be open in it, so that from then
+        on end markers count even where they are quoted.
         """
         self._skips_quoted = False
         shown, calls = list[str](), list[Call]()
@@ -77,7 +78,7 @@ class CallFinder:
         return "".join(shown), calls
 
     def _open(self, shown: list[str]) -> bool:
-        """Show the text that cannot belong to a call, and tell whether a call begins after it."""
+        """Add the text that cannot belong to a call to `shown`, and return whether a block begins after it."""
         found = _ANY_START.search(self._held)
         position = found.start() if found else len(self._held) - held_back(self._held, tuple(_STARTS))
         text = self._held[:position].rstrip()
@@ -91,7 +92,7 @@ class CallFinder:
         return True
 
     def _continue(self, form: Format, shown: list[str], calls: list[Call]) -> bool:
-        """Close the open block if its end has come, or give it up if it is too long. Tell whether it is closed."""
+        """Close the open block if its end has come, or give it up if it is too long. Return whether it is closed."""
         window = self._held[:MAX_CALL_CHARACTERS]
         place = self._end.find(window)
         if place is None and len(self._held) < MAX_CALL_CHARACTERS:
@@ -107,7 +108,7 @@ class CallFinder:
         return True
 
     def _read(self, form: Format, block: str, calls: list[Call]) -> bool:
-        """Add the calls of a block, and tell whether it has any."""
+        """Add the calls of a block to `calls`, and return whether the block could be read as calls."""
         try:
             found = form.read(block, self._schemas)
         except ValueError:
@@ -118,16 +119,16 @@ class CallFinder:
 
 
 def calls_in(text: str, schemas: Schemas, thought_end: str | None = None) -> tuple[Call, ...]:
-    """Return the calls in a whole answer, none of those that its thought talks about.
+    """Return the calls in a complete answer, except those in its thought.
 
-    `thought_end` is the marker that ends the thought which the prompt has opened, None where it has opened none.
+    `thought_end` is the closing marker of a thought that the prompt has opened, None if it has opened none.
     """
     finder = CallFinder(schemas)
     return tuple([*finder.push(_behind_thought(text, thought_end))[1], *finder.flush()[1]])
 
 
 def _behind_thought(text: str, thought_end: str | None) -> str:
-    """Return what follows the thought that an answer begins with, which is all of it without one."""
+    """Return the part of an answer after the thought that it begins with; all of it if it begins with none."""
     begun = (closing for opening, closing in THINKING_PAIRS.items() if text.lstrip().startswith(opening))
     closing = thought_end or next(begun, None)
     return text if closing is None else text.partition(closing)[2]

@@ -22,10 +22,10 @@ _FENCE = re.compile(r"\A\s*```[a-z]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
 class Quoting(NamedTuple):
-    """A way to quote text in a block, within which nothing is a marker.
+    """A way to quote text in a block; markers inside a quotation do not count.
 
-    `opening` begins it. `closing` finds its end, and escape sequences within it, which begin with a backslash.
-    `partial` finds what may become either at the end of the text so far.
+    `opening` begins a quotation. `closing` matches its end, and escape sequences within it, which begin with a
+    backslash. `partial` matches the end of the text so far if it may become either of these.
     """
 
     opening: str
@@ -34,9 +34,9 @@ class Quoting(NamedTuple):
 
 
 class Format(NamedTuple):
-    """The markers around a block, the quotings in it, and `read` for the text between the markers.
+    """A format of tool calls: the markers around a block, the ways of quoting in it, and a parser.
 
-    `read` raises ValueError if that is no call.
+    `read` parses the text between the markers, and raises ValueError if that is no call.
     """
 
     start: str
@@ -46,9 +46,9 @@ class Format(NamedTuple):
 
 
 class EndFinder:
-    """Finds the end marker of a block that grows, and looks at each of its characters once.
+    """Finds the end marker of a block that grows, reading each character of the block once.
 
-    Quoted ones do not count, unless `skips_quoted` is False.
+    Quoted end markers do not count, unless `skips_quoted` is False.
     """
 
     def __init__(self, form: Format, *, skips_quoted: bool = True):
@@ -61,7 +61,7 @@ class EndFinder:
         self._at = 0
 
     def find(self, text: str) -> int | None:
-        """Return where the end marker stands; `text` begins as it did at the last call."""
+        """Return the position of the end marker, None if it has not come; `text` begins with that of the last call."""
         while True:
             found = (self._inside.closing if self._inside else self._outside).search(text, self._at)
             if found is None:
@@ -76,7 +76,7 @@ class EndFinder:
                 self._inside = None
 
     def _wait(self, text: str) -> None:
-        """Remember where the next search must begin."""
+        """Set where the next search must begin, as nothing was found in this text."""
         if self._inside is None:
             self._at = max(self._at, len(text) - self._longest + 1)
         else:
@@ -85,7 +85,7 @@ class EndFinder:
 
 
 def read_json_call(text: str, schemas: Schemas) -> list[Call]:
-    """Read Hermes's format: one JSON object, or an array of them."""
+    """Read calls in the format of Hermes: one JSON object, or an array of them."""
     try:
         value = DECODER.decode(text)
         return [_json_call(entry) for entry in (value if isinstance(value, list) else [value])]
@@ -104,7 +104,10 @@ def _json_call(value: object) -> Call:
 
 
 def read_python_calls(text: str, schemas: Schemas) -> list[Call]:
-    """Read MiniCPM3's and 4's: call expressions of literals, positional ones in the order of the schema."""
+    """Read calls in the format of MiniCPM3 and MiniCPM4: Python call expressions, whose arguments are literals.
+
+    Positional arguments are taken in the order of the schema's properties.
+    """
     fenced = _FENCE.match(text)
     try:
         tree = ast.parse((fenced[1] if fenced else text).strip())
@@ -143,7 +146,10 @@ def _dotted(node: ast.expr) -> str:
 
 
 class _AsJson(ast.NodeTransformer):
-    """Takes literals as `DECODER` takes JSON, and the names of JSON's constants for their values."""
+    """Makes Python literals be read as `DECODER` reads JSON.
+
+    The first value of a repeated key counts, floats stay finite, and true, false and null are constants.
+    """
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node

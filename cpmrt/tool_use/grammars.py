@@ -1,4 +1,4 @@
-"""Grammars, in the syntax of llguidance's Lark, of answers that are calls of given tools in a model's own format.
+"""Writes grammars, in llguidance's Lark syntax, of answers that are calls of given tools in a model's own format.
 
 | format | a call |
 |---|---|
@@ -27,11 +27,11 @@ from cpmrt.tool_use.xml_calls import text_choices
 
 _ESCAPES = 'nrbtf\\"'
 _JSON = {**JSON_STYLE, "json_allowed_escapes": _ESCAPES}
-"""How JSON is written; its escape sequences are those that Python's literals have too, and no halves of pairs."""
+"""How JSON is written in calls. Only escape sequences that Python has too, without \\u, which writes surrogates."""
 MAX_CALLS = 32
 """The most calls of one answer."""
 _MAX_TEXT = 4000
-"""The most characters of an XML parameter that is text, where its schema does not say."""
+"""The most characters of an XML parameter that is text, if its schema gives no limit."""
 _TEXT = rf"/[^<&\n]{{1,{_MAX_TEXT}}}/"
 _FENCE, _FENCE_END = "\n```python\n", "\n```\n"
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+")
@@ -39,7 +39,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def format_of(template: ChatTemplate | None) -> Format:
-    """Return the format in which a model writes calls, by what its template says of them; Hermes's if it is silent."""
+    """Return the format in which a model writes calls: the one whose start marker its template has, else Hermes's."""
     shown = "" if template is None else template.text
     return next((form for form in (PYTHON, XML, HERMES) if form.start in shown), HERMES)
 
@@ -47,9 +47,10 @@ def format_of(template: ChatTemplate | None) -> Format:
 def grammar_of(
     form: Format, schemas: Schemas, tokenizer: Tokenizer, *, one_call: bool, instead: str | None = None
 ) -> str:
-    """Return the grammar of one call or more of these tools, or `instead` of JSON of that schema.
+    """Return the grammar of one or more calls of these tools (only one with `one_call`).
 
-    Raises RequestError for a name that no grammar can have.
+    If the JSON schema `instead` is given, an answer may be JSON of that schema in place of calls. Raises RequestError
+    for names that the format cannot have.
     """
     for name in schemas:
         if not _NAME.fullmatch(name):
@@ -67,7 +68,7 @@ def grammar_of(
 
 
 class _Rules:
-    """Collects the rules of a grammar; `text` writes a text as terminals."""
+    """Collects the rules of a grammar, one a line; `text` turns a text into terminals."""
 
     def __init__(self, text: Callable[[str], str]):
         self.text, self.lines = text, list[str]()
@@ -102,7 +103,10 @@ class _Rules:
         return self.add(rule, f"{before} {self._list(rule, parameters, '')} {self.text(XML.end)}")
 
     def _list(self, rule: str, items: list[tuple[str, str, bool]], separator: str) -> str:
-        """Return the rule of these items in their order, with separators; some may be left out."""
+        """Add the rules of items (head, body, is_required) in order, with separators; return the first rule's name.
+
+        Items that are not required may be left out.
+        """
         empty = f"{rule}end"
         self.add(empty, '""')
         first = rest = empty
@@ -135,7 +139,7 @@ class _Rules:
 
 
 def _terminals(special: Mapping[str, int], text: str) -> str:
-    """Write a text as terminals: special tokens by their numbers, since they are no text to a grammar."""
+    """Return a text as terminals; special tokens stand as token ids, since to a grammar they are no text."""
     parts = [text]
     if special:
         longest_first = sorted(special, key=len, reverse=True)
@@ -151,12 +155,12 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of all arguments: an object, of nothing where nothing is said."""
+    """Return the schema of all arguments: an object, without additional properties unless the schema allows them."""
     return {"additionalProperties": bool(schema.get("additionalProperties")), **schema, "type": "object"}
 
 
 def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield name, schema and whether it is required of each property."""
+    """Yield each property as (name, schema, is_required). Raises RequestError for an impossible name."""
     required = required_of(schema)
     for name, value in properties_of(schema).items():
         if not _NAME.fullmatch(name):
@@ -165,13 +169,13 @@ def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _within(schema: Mapping[str, Any], value: Any) -> dict[str, Any]:
-    """Return the schema of a property as a whole of its own, with the definitions that it may refer to."""
+    """Return the schema of a property on its own, with the definitions of the whole schema that it may refer to."""
     own = dict(value) if isinstance(value, Mapping) else {}
     return {name: schema[name] for name in _DEFINITIONS if name in schema} | own
 
 
 def _escaped(text: str) -> str:
-    """Write a text as the value of an XML parameter."""
+    """Return a text as the value of an XML parameter, in CDATA if it needs that."""
     if not re.search(r"[<&\n]|^\s|\s$|^$", text):
         return text
     return "<![CDATA[" + text.replace("]]>", "]]]]><![CDATA[>") + "]]>"

@@ -1,7 +1,7 @@
-"""The calls of a block that a model is still writing, under a grammar, as far as their arguments are certain.
+"""Reads the calls of a block that a model is still writing, under a grammar, as far as their arguments are certain.
 
-What is read of them is the beginning of the JSON that `Format.read` gives for the whole block, and only grows. Texts
-are read as they come, other values when they are whole.
+The arguments are returned as the beginning of the JSON that `Format.read` gives for the whole block, which only grows.
+Strings are read as they come, other values when they are complete.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _WHOLE = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
 )
-"""The beginning of a text in JSON, without an escape sequence, or a pair of them, that is not whole."""
+"""The longest beginning of a JSON string without an incomplete escape sequence or surrogate pair at its end."""
 _BEHIND = frozenset(" \n,)}")
-"""What may come behind a value; behind a number anything else may be more of it."""
+"""Characters that may follow a value. A number without one of them after it may still go on."""
 MAX_GROWING = 2**15
-"""The most characters of a block that is read again and again while it grows: longer ones would take long."""
+"""The most characters of a block that is read again with every piece; longer blocks would take too much time."""
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 
 
 class _Value(NamedTuple):
-    """The JSON of a value as far as it is certain, and the place behind it if it is whole."""
+    """The JSON of a value as far as it is certain, and the position after the value if it is complete."""
 
     text: str
     end: int | None
 
 
 def growing_calls(form: Format, text: str, schemas: Schemas) -> list[Call]:
-    """Return the calls in the text of an open block of this format; the arguments of the last may go on."""
+    """Return the calls in the text of an open block of this format; the last one's arguments may be incomplete."""
     return list(_READERS[form.start](text, schemas))
 
 
@@ -79,7 +79,8 @@ def _xml_call(text: str, schemas: Schemas) -> Iterator[Call]:
 
 
 def _begun_cdata(text: str) -> str | None:
-    """Return the JSON of a text that has begun in CDATA, without the quotation mark that ends it."""
+    """Return the JSON of a string that has begun in CDATA, without the closing quotation mark; None if it is not in
+    CDATA."""
     if not text.startswith(_CDATA):
         return None
     body, end, _ = text[len(_CDATA) :].partition(_CDATA_END)
@@ -90,7 +91,7 @@ def _begun_cdata(text: str) -> str | None:
 
 
 def _members(text: str, at: int, key: re.Pattern[str], end: str) -> tuple[str, int | None]:
-    """Return the JSON of the arguments that begin here, and the place behind them if they are whole."""
+    """Return the JSON of the arguments that begin at `at`, and the position after them if they are complete."""
     members = dict[str, str]()
     while True:
         if text.startswith(end, at):
@@ -111,7 +112,7 @@ def _begun_object(members: Mapping[str, str]) -> str:
 
 
 def _value(text: str, at: int) -> _Value | None:
-    """Return a value of JSON, None where nothing of it is certain."""
+    """Return the JSON value that begins at `at`, None if nothing of it is certain yet."""
     try:
         value, end = DECODER.raw_decode(text, at)
         written = as_json(value)
@@ -125,7 +126,7 @@ def _value(text: str, at: int) -> _Value | None:
 
 
 def _unquoted(text: str) -> str:
-    """Return what stands between the quotation marks of JSON."""
+    """Return the string whose JSON has this text between its quotation marks."""
     return str(json.loads(f'"{text}"', strict=False))
 
 

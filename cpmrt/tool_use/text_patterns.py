@@ -1,6 +1,6 @@
-"""Regular expressions of the texts that a JSON schema allows, as terminals of llguidance's Lark.
+"""Writes regular expressions of the strings that a JSON schema allows, as terminals of llguidance's Lark.
 
-The formats are those that JSON Schema names; one that is not here allows any text.
+The formats are those that JSON Schema names; a format that is not here allows any text.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _FORMATS = {
 _ANY = r"(.|\n)*"
 _CDATA_END = rf"{_ANY}\]\]>{_ANY}"
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|.", re.DOTALL)
-"""A part of a regular expression: an escape sequence, a class of characters, of which the end may be missing, or a
-character."""
+"""One part of a regular expression: an escape sequence, a character class (its end may be missing) or a character."""
 
 
 def is_constrained(schema: Mapping[str, Any]) -> bool:
-    """Tell whether a schema of texts allows only some."""
+    """Whether a schema of type string restricts the string: its length, by a pattern or by a known format."""
     return bool({"minLength", "maxLength", "pattern"} & schema.keys()) or _format_of(schema) is not None
 
 
 def expression_of(schema: Mapping[str, Any], longest: int) -> str:
-    """Return the expression of the texts that a schema allows and that CDATA can hold.
+    """Return the Lark expression of the strings that a schema allows and that CDATA can hold.
 
-    A text of which only the length is given has no brackets, and at most `longest` characters if it may be short.
+    If only the length is restricted the string has no closing brackets, and without `maxLength` at most `longest`
+    characters (or `minLength`, if that is more).
     """
     least, most = schema.get("minLength") or 0, schema.get("maxLength")
     parts = list[str]()
@@ -58,7 +58,7 @@ def expression_of(schema: Mapping[str, Any], longest: int) -> str:
         parts.append("|".join(map(_matching_whole, _alternatives(schema["pattern"]))))
     if (known := _format_of(schema)) is not None:
         parts.append(known)
-    if not parts:  # to bar brackets takes llguidance much less time than to bar the end of CDATA
+    if not parts:  # excluding "]" takes llguidance much less time than excluding "]]>"
         return _terminal(rf"[^\]]{{{least},{max(least, longest) if most is None else most}}}")
     if least or most is not None:
         parts.append(rf"(.|\n){{{least},{'' if most is None else most}}}")
@@ -66,20 +66,20 @@ def expression_of(schema: Mapping[str, Any], longest: int) -> str:
 
 
 def _format_of(schema: Mapping[str, Any]) -> str | None:
-    """Return the expression of the format that a schema names, None for none that is known."""
+    """Return the expression of the format that a schema names, None if it names no known one."""
     name = schema.get("format")
     return _FORMATS.get(name) if isinstance(name, str) else None
 
 
 def _matching_whole(pattern: str) -> str:
-    """Return an expression of the whole texts in which a pattern without alternatives is found."""
+    """Return an expression that matches a whole text if a pattern without alternatives is found anywhere in it."""
     is_end = re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) is not None
     inner = pattern.removeprefix("^")[: -1 if is_end else None]
     return f"{'' if pattern.startswith('^') else _ANY}{inner}{'' if is_end else _ANY}"
 
 
 def _alternatives(pattern: str) -> Iterator[str]:
-    """Yield what stands between the bars of a pattern that are in no group."""
+    """Yield the alternatives of a pattern: the parts between the | that are in no group."""
     depth, alternative = 0, ""
     for part in _PART.findall(pattern):
         depth += (part == "(") - (part == ")")
@@ -92,5 +92,5 @@ def _alternatives(pattern: str) -> Iterator[str]:
 
 
 def _terminal(pattern: str) -> str:
-    """Write an expression between slashes, on one line."""
+    """Return an expression as a Lark terminal, between slashes and on one line."""
     return "/" + re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), pattern) + "/"

@@ -1,8 +1,8 @@
 """Reads the tool calls of MiniCPM5: `<function name="f"><param name="a">1</param></function>`.
 
-The parameters may stand inside `<arguments>`. A value is text with XML entities, or CDATA, where nothing is a marker.
-A call that does not fit the request's tools is none: it names another function, a parameter that the function lacks
-or had already, or leaves out a required one.
+The parameters may stand inside `<arguments>`. A value is text with XML entities, or CDATA, in which markers do not
+count. A call that does not fit the request's tools is no call: if it names an unknown function, names an unknown
+parameter or one twice, or leaves out a required parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _JSON_TYPES = {
 
 
 def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
-    """Read what follows `<function name="`, up to the closing tag. Raises ValueError if it is no call."""
+    """Read a call from the text after `<function name="`, up to the closing tag. Raises ValueError if it is no call."""
     function = FUNCTION.match(text)
     if function is None or function[1] not in schemas:
         raise ValueError("no call of a known function")
@@ -48,7 +48,7 @@ def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _params(text: str, properties: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each parameter. Raises ValueError where something else stands."""
+    """Yield name and value of each parameter. Raises ValueError if there is anything else between them."""
     at, end = 0, len(text.rstrip())
     while at < end:
         head = PARAM.match(text, at)
@@ -59,9 +59,10 @@ def _params(text: str, properties: Mapping[str, Any]) -> Iterator[tuple[str, str
 
 
 def read_param(text: str, at: int, schema: object) -> tuple[str, int]:
-    """Return the value of this schema that begins at a position, and the position after its end tag.
+    """Return the value that begins at `at`, as text, and the position after its end tag.
 
-    White space around it is dropped, but not within CDATA: there it may be a file's. Raises ValueError without an end.
+    White space around the value is dropped, but not within CDATA, where it may belong to a file's content. Raises
+    ValueError if the end is missing.
     """
     plain, parts = list[str](), list[str]()
     while stop := _VALUE_STOP.search(text, at):
@@ -80,7 +81,7 @@ def read_param(text: str, at: int, schema: object) -> tuple[str, int]:
 
 
 def _cdata_end(text: str, at: int, *, may_be_json: bool) -> int:
-    """Return where CDATA that begins at a position ends, -1 if it does not. In the JSON of a value nothing ends it."""
+    """Return where the CDATA that begins at `at` ends, -1 if it does not. "]]>" within a JSON value does not end it."""
     if may_be_json:
         with suppress(ValueError, RecursionError):
             _, end = DECODER.raw_decode(text, at)
@@ -90,9 +91,10 @@ def _cdata_end(text: str, at: int, *, may_be_json: bool) -> int:
 
 
 def typed_value(text: str, schema: object) -> Any:
-    """Return a value as its schema wants it: text if that may be a string, else JSON or a Python literal if it is one.
+    """Return a value in the type of its schema. If only strings are allowed it stays text.
 
-    Where strings are one of several types, only values of the other types are not text.
+    Otherwise it is read as JSON or as a Python literal, if it is one. If strings are one of several types, it stays
+    text unless the value read has one of the other types.
     """
     if is_text(schema):
         return text
@@ -101,19 +103,19 @@ def typed_value(text: str, schema: object) -> Any:
 
 
 def is_text(schema: object) -> bool:
-    """Tell whether every value that a schema allows is a text."""
+    """Whether a schema allows only strings."""
     return _types(schema) == {"string"} or bool(text_choices(schema))
 
 
 def text_choices(schema: object) -> list[str]:
-    """Return the values that a schema lists if all of them are texts; none for another."""
+    """Return the values that a schema lists (`enum`, `const`) if all of them are strings, else []."""
     listed = schema if isinstance(schema, Mapping) else {}
     choices = _list(listed.get("enum", [listed["const"]] if "const" in listed else None))
     return choices if all(isinstance(choice, str) for choice in choices) else []
 
 
 def _types(schema: object) -> set[str]:
-    """Return the JSON types that a schema names; none if it does not say."""
+    """Return the JSON types that a schema names, also in `anyOf` and `oneOf`; an empty set if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     types = listed_types(schema)
@@ -127,7 +129,8 @@ def _list(value: object) -> list[Any]:
 
 
 def _literal(text: str) -> Any:
-    """Return the value of JSON, or of a Python literal that JSON can express (True, None, ['a']); else the text."""
+    """Return the value of a text that is JSON, or a Python literal that JSON can express (True, None, ['a']); else the
+    text itself."""
     for read in (DECODER.decode, ast.literal_eval):
         try:
             return json.loads(as_json(read(text)))

@@ -124,7 +124,7 @@ def single_questions(facts: Sequence[Fact]) -> Iterator[tuple[str, str]]:
 
 
 def altered(question: str, name: str, rng: random.Random) -> str:
-    """Changes a question at random to how people also type it: name in backticks, no capital, no closing mark."""
+    """Returns a question as people also type it, at random: name in backticks, no capital, no closing mark."""
     if name and rng.random() < 0.5:
         question = question.replace(name, f"`{name}`")
     if rng.random() < 0.5:
@@ -135,7 +135,7 @@ def altered(question: str, name: str, rng: random.Random) -> str:
 
 
 def multi_turn(facts: Sequence[Fact], rng: random.Random) -> list[Turn]:
-    """Makes a conversation of two to four questions, some of which lean on the turn before."""
+    """Makes a conversation of two to four questions, some of which refer to the turn before."""
     turns: list[Turn] = []
     fact = rng.choice(facts)
     phrasing = rng.choice(SUMMARY_PHRASINGS)

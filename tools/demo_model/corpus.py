@@ -1,7 +1,7 @@
 """Finds the training text on this machine: the standard library and permissively licensed packages.
 
 Only a package whose metadata state a permissive licence is used. A licence expression counts before the trove
-classifiers, these before the free `License` field; what cannot be read is treated as unknown and skipped.
+classifiers, these before the free `License` field; a package whose licence cannot be read is skipped.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def without_licence_comment(text: str) -> str:
 
 
 def clean_text(raw: str, is_test: bool = False) -> str | None:
-    """Returns the text to train on, or None where it is generated, minified, a table, or not ours to use."""
+    """Returns the text to train on, None if it is generated, minified, a table, too short or long or not permissive."""
     text = raw.removeprefix("\ufeff").replace("\r\n", "\n").replace("\f", "").replace("\u2581", " ")
     if not text_is_permissive(text) or GENERATED.search(text[:2000]):
         return None
@@ -191,7 +191,7 @@ def documents_of(source: Source, stride: int, pool: multiprocessing.pool.Pool) -
 
 
 def is_held_out(name: str) -> bool:
-    """Tells whether a document is never trained on: a fixed share is not, chosen by name."""
+    """Tells whether a document is held out of training: one in HELD_OUT_ONE_IN, chosen by a hash of its name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[-4:], "big") % HELD_OUT_ONE_IN == 0
 
 
@@ -242,7 +242,7 @@ def permissive_licence(metadata: Message) -> str | None:
 
 
 def expression_is_permissive(expression: str) -> bool:
-    """Tells whether an SPDX expression leaves only permissive terms: every AND part, one of each OR part."""
+    """Tells whether an SPDX expression can be met by permissive terms alone: in every AND part, one of its OR parts."""
     terms = re.split(r"\bAND\b|\bWITH\b", expression.replace("(", " ").replace(")", " "))
     return all(
         any(choice.strip().lower() in PERMISSIVE_IDS for choice in term.split(" OR ")) for term in terms

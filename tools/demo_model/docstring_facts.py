@@ -1,4 +1,4 @@
-"""Collects facts about the standard library: what a function is called with, and what it does."""
+"""Collects facts about functions and classes of the standard library: signature and first documented sentence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_SIGNATURE_CHARS = 160
 
 @dataclass(frozen=True)
 class Fact:
-    """A public name with its first documented sentence; `signature` is empty where none is known."""
+    """A public name with its first documented sentence (or two short ones); `signature` is "" if none is known."""
 
     name: str
     module: str
@@ -67,7 +67,7 @@ def quiet_import(name: str) -> types.ModuleType | None:
 
 
 def public_members(module: types.ModuleType) -> Iterator[tuple[str, object]]:
-    """Yields the functions and classes that a module itself offers."""
+    """Yields the public functions and classes of a module, without those that it only imports."""
     exported = getattr(module, "__all__", None)
     owns_everything = exported is not None or module.__name__ == "builtins"
     for name in sorted(vars(module) if exported is None else exported):
@@ -79,7 +79,7 @@ def public_members(module: types.ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def summary_of(docstring: object) -> str | None:
-    """Returns the first sentence of a docstring, two where both are short; None where it says little."""
+    """Returns the first sentence of a docstring, or two short ones; None if there is none of a usable form."""
     if not isinstance(docstring, str) or not docstring.strip():
         return None
     paragraphs = [" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n")]
@@ -119,7 +119,7 @@ def named_members(module: types.ModuleType) -> Iterator[tuple[str, object]]:
 
 
 def collect_facts() -> list[Fact]:
-    """Returns all facts, one for each object: the shortest of its names counts."""
+    """Returns all facts, one for each object, under the shortest of its names."""
     found: dict[int, Fact] = {}
     alive: list[object] = []
     modules = [importlib.import_module("os.path"), *documented_modules()]

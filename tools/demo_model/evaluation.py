@@ -63,7 +63,7 @@ def next_tokens(logits: Tensor, temperature: float, generator: torch.Generator) 
 
 
 def continuation(row: Tensor, length: int) -> list[int]:
-    """Returns the tokens after a prompt, up to the first stop."""
+    """Returns the tokens of a row after its prompt of `length` tokens, up to the first stop token."""
     tokens: list[int] = row[length:].tolist()
     return tokens[: tokens.index(EOS_ID)] if EOS_ID in tokens else tokens
 

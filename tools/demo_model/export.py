@@ -1,4 +1,4 @@
-"""Writes the checkpoint folder: bf16 weights, configuration, tokenizer, and a README of what was measured."""
+"""Writes the checkpoint folder: bf16 weights, configuration, tokenizer, and a README with the measurements."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 
 
 def write_checkpoint(work: Path, out: Path, config: NetworkConfig, device: torch.device) -> MiniCPM:
-    """Fills `out` and returns the network with the weights as they were rounded."""
+    """Writes the checkpoint into `out`; returns the network with the weights rounded to bf16, as they were written."""
     out.mkdir(parents=True, exist_ok=True)
     weights = {
         name: tensor.bfloat16() for name, tensor in load_file(str(work / "weights.safetensors")).items()

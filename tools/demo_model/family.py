@@ -1,7 +1,8 @@
-"""Small models with the mixers of MiniCPM3 (latent attention) and of MiniCPM-SALA (lightning and gated attention).
+"""Makes small models with the mixers of MiniCPM3 (latent attention) and MiniCPM-SALA (lightning and gated attention).
 
-They are about as large as the bundled model and are trained from nothing on its text, to be compared with a plain one
-that is trained alike. Formulas: arXiv 2405.04434 for latent attention, arXiv 2405.17381 for lightning attention.
+They are about as large as the bundled model and are trained from scratch on its text, to be compared with a plain model
+that is trained in the same way. Formulas: arXiv 2405.04434 for latent attention, arXiv 2405.17381 for lightning
+attention.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ATTENTION, LIGHTNING = "minicpm4", "lightning-attn"
 
 @dataclass(frozen=True)
 class LatentConfig(NetworkConfig):
-    """MiniCPM3's fields; fewer heads, so that there are about as many parameters."""
+    """A config with MiniCPM3's fields; with fewer heads than the bundled model, for about as many parameters."""
 
     architecture: ClassVar[str] = "MiniCPM3ForCausalLM"
     model_type: ClassVar[str] = "minicpm3"
@@ -47,7 +48,7 @@ class LatentConfig(NetworkConfig):
 
 
 class LatentAttention(nn.Module):
-    """Causal attention whose keys and values are made of a latent that is narrower than they are."""
+    """Causal attention whose keys and values are projected from a latent vector that is narrower than they are."""
 
     def __init__(self, config: LatentConfig) -> None:
         super().__init__()
@@ -80,7 +81,8 @@ class LatentAttention(nn.Module):
 
 @dataclass(frozen=True)
 class HybridConfig(NetworkConfig):
-    """MiniCPM-SALA's fields; of eight layers two attend, the first and the last, as a quarter of the 9B's do."""
+    """A config with MiniCPM-SALA's fields. The first and last of eight layers have softmax attention: a quarter, as in
+    the 9B model."""
 
     architecture: ClassVar[str] = "MiniCPMSALAForCausalLM"
     model_type: ClassVar[str] = "minicpm_sala"
@@ -102,7 +104,7 @@ class HybridConfig(NetworkConfig):
 
 
 class GatedAttention(Attention):
-    """Attention without rotation, each element of which is multiplied with a sigmoid of the layer's input."""
+    """Attention without rotary embedding, whose output is gated by the sigmoid of a projection of the layer's input."""
 
     def __init__(self, config: HybridConfig) -> None:
         super().__init__(config)
@@ -113,7 +115,7 @@ class GatedAttention(Attention):
 
 
 class LightningAttention(nn.Module):
-    """Linear attention: an earlier token counts by its product with the query and, exponentially less, by its age."""
+    """Linear attention: the weight of a token is the product of its key with the query, and decays with its age."""
 
     slopes: Tensor
 
@@ -126,7 +128,7 @@ class LightningAttention(nn.Module):
         self.o_norm = RMSNorm(heads * dim, config.rms_norm_eps)
         self.z_proj = Projection(config.hidden_size, heads * dim)
         self.o_proj = Projection(heads * dim, config.hidden_size)
-        # ALiBi's slopes, of a number of heads that is a power of two.
+        # ALiBi's slopes for a number of heads that is a power of two.
         slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])
         self.register_buffer("slopes", slopes, persistent=False)
 

@@ -1,8 +1,9 @@
-"""Makes the long demo model: a checkpoint folder, with what was measured.
+"""Makes the long demo model: a checkpoint folder with a README of the measurements.
 
-The bundled model is continued with a stretched rotary embedding, on text full of statements and questions about them.
-Most steps are short, at positions that reach as far as the long ones; the last take whole contexts. The bundled model
-repeats what it read a few hundred tokens ago, so that finding statements again takes it a few hundred steps.
+The bundled model is trained further with a stretched rotary embedding, on text full of statements and questions about
+them (`retrieval`). Most steps have short rows, whose positions are spread over the whole context; the last have rows
+of a whole context. The bundled model can repeat text from a few hundred tokens back, so that it learns to find
+statements again within a few hundred steps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from demo_model.training import library_versions
 CONTEXT = 65_536
 BUNDLED = Path(__file__).resolve().parents[2] / "cpmrt" / "assets" / "demo"
 CORPUS_STRIDE = 4
-"""One in four documents of the demo model's text: more than the minutes of training take."""
+"""The part of the demo model's documents that is used, one in 4: more than training reads in its minutes."""
 SPARSE_CONFIG = {
     "kernel_size": 32, "kernel_stride": 16, "init_blocks": 1, "block_size": 64, "window_size": 2048, "topk": 64,
     "use_nope": False, "dense_len": 8192,
@@ -58,7 +59,7 @@ class LongPlan:
     log_seconds: float = 5.0
 
     def length_at(self, progress: float) -> int:
-        """Returns the length of the rows at a share of the time."""
+        """Returns the length of the rows when a share `progress` of the time is over."""
         end = 0.0
         for length, share in self.stages:
             end += share
@@ -78,14 +79,14 @@ def long_plan(minutes: float, seed: int, learning_rate: float | None, tiny: bool
 
 
 def long_config(stages: tuple[tuple[int, float], ...] = LongPlan.stages) -> NetworkConfig:
-    """Returns the bundled model's sizes with the last stage's context and a rotary embedding stretched as much."""
+    """Returns the bundled model's config with the context of the last stage, and a rotary embedding stretched to it."""
     context, bundled = stages[-1][0], NetworkConfig()
     growth = max(1.0, context / bundled.max_position_embeddings)
     return NetworkConfig(max_position_embeddings=context, rope_reach=bundled.rope_reach * growth)
 
 
 def losses(network: MiniCPM, rows: RetrievalRows, positions: NDArray[np.int64] | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns nats a token of the text, those of the answers, and the share of answers that greedy decoding gives."""
+    """Returns the losses on text and on answers, in nats a token, and the share of answer tokens that are likeliest."""
     device = network.model.embed_tokens.weight.device
     tokens, is_text, is_answer = (_moved(array, device) for array in (rows.tokens, rows.is_text, rows.is_answer))
     at = None if positions is None else _moved(positions, device)
@@ -97,7 +98,7 @@ def losses(network: MiniCPM, rows: RetrievalRows, positions: NDArray[np.int64] |
 
 
 def _mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean of the marked values; by a product, as picking them would wait for the device."""
+    """Returns the mean of the values in `mask`, by a product: to index with the mask would wait for the device."""
     weights = mask.flatten().float()
     return (values * weights).sum() / weights.sum()
 
@@ -108,7 +109,7 @@ def _moved(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 class LongTrainer:
-    """Trains the long model."""
+    """Trains the long model by a plan, and measures it."""
 
     def __init__(
         self, bundled: Path, statements: Statements, text: NDArray[np.uint16], plan: LongPlan, device: torch.device
@@ -139,7 +140,7 @@ class LongTrainer:
         recent: list[Tensor] = []
         while (progress := (time.perf_counter() - start) / (60 * self.plan.minutes)) < 1:
             recent.append(self.step(progress))
-            # A step is sent off long before it is over; at most one waits, or the time would be up too late.
+            # Steps are queued long before the device is done; at most one may wait, or the run would end too late.
             if len(recent) > 1:
                 recent[-2].cpu()
             if (now := time.perf_counter()) - logged > self.plan.log_seconds:
@@ -153,7 +154,7 @@ class LongTrainer:
 
     @torch.no_grad()
     def measure(self, text: NDArray[np.uint16], length: int, count: int) -> dict[str, float]:
-        """Measures losses and right answers over rows of held-out text at their own positions."""
+        """Measures losses and right answers over rows of held-out text, at consecutive positions."""
         rng = np.random.default_rng(length)
         found = [
             torch.stack(losses(self.network, retrieval_rows(text, self.statements, 1, length, rng), None))
@@ -167,7 +168,7 @@ class LongTrainer:
 
 
 def make_long_model(out: Path, plan: LongPlan, device: torch.device) -> None:
-    """Writes a checkpoint folder; intermediate files are removed."""
+    """Trains the model, measures it and writes its checkpoint folder; intermediate files are removed."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
@@ -190,7 +191,7 @@ def make_long_model(out: Path, plan: LongPlan, device: torch.device) -> None:
 
 
 def _encoded(work: Path, tokenizer: Tokenizer, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens of the documents that the demo model was trained on, and of those that it was not."""
+    """Returns the tokens of documents that the demo model was trained on, and of those held out."""
     write_corpus(work, stride)
     for name in ("train", "heldout"):
         encode_file(tokenizer, work / f"{name}.jsonl", work / f"{name}.bin")

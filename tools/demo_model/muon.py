@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix updates are orthogonalised, for all matrices of one shape at once.
+"""The optimizer Muon: momentum with orthogonalised matrix updates, for all matrices of one shape at once.
 
 Update size follows Liu et al., "Muon is Scalable for LLM Training" (2025), so that AdamW's learning rate and
 weight decay carry over.
@@ -59,9 +59,10 @@ class Muon:
 
 
 def learning_rate_factor(progress: float, warm_up_end: float, decay_start: float, first: float = 0.0) -> float:
-    """Returns the factor at a share of the run: it rises to one, stays, and falls linearly to zero.
+    """Returns the factor of the learning rate at a share of the run: it rises to one, stays and falls to zero.
 
-    The rise is `first` ahead, so that also the first of few steps has a learning rate.
+    It rises and falls linearly. The rise begins as if `first` of the run were over, so that even the first of few steps
+    has a learning rate.
     """
     return max(0.0, min(1.0, (progress + first) / warm_up_end, (1.0 - progress) / (1.0 - decay_start)))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 class NetworkConfig:
     """Sizes and scales, under the field names of `config.json`.
 
-    A model of another kind has a subclass with its own fields, kind and mixers.
+    Models of other kinds have subclasses with their own fields, `architecture`, `model_type` and mixers.
     """
 
     architecture: ClassVar[str] = "MiniCPMForCausalLM"
@@ -37,12 +37,12 @@ class NetworkConfig:
     dim_model_base: int = 64
 
     def mixer(self, layer: int) -> nn.Module:
-        """Returns what mixes the tokens in layer `layer`: it takes rows (count, length, hidden), cosines and sines."""
+        """Returns the mixer module of a layer; it takes rows (count, length, hidden), cosines and sines."""
         return Attention(self)
 
     @property
     def rope_dim(self) -> int:
-        """Elements of a head that are rotated."""
+        """The number of elements of a head that are rotated."""
         return self.head_dim
 
     @property
@@ -177,7 +177,7 @@ class MiniCPM(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.model = Decoder(config)
-        # Stored, not computed in the forward: a compiler would inline fp64 sines into all that rotates.
+        # Stored, not computed in `forward`: torch.compile would inline the fp64 sines into every rotation.
         cos, sin = rope_table(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -191,7 +191,7 @@ class MiniCPM(nn.Module):
                 nn.init.normal_(parameter, std=0.1 / math.sqrt(width))
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Returns hidden states normed and divided, ready for the head; `positions` [L] if they are not 0, 1, 2, ..."""
+        """Returns the last hidden states, normed and divided for the head; `positions` [L] default to 0, 1, 2, ..."""
         h = F.embedding(tokens, self.model.embed_tokens.weight).to(self.compute_dtype) * self.config.scale_emb
         at = slice(tokens.shape[1]) if positions is None else positions
         cos, sin = self.cos[at], self.sin[at]
@@ -208,6 +208,6 @@ class MiniCPM(nn.Module):
 
 
 def token_loss(network: MiniCPM, rows: Tensor, reduction: str = "mean") -> Tensor:
-    """Returns the cross entropy, in nats, of every token of each row but its first."""
+    """Returns the cross entropy, in nats, of all tokens of each row except its first."""
     logits = network(rows[:, :-1]).float()
     return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction=reduction)

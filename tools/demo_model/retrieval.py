@@ -1,7 +1,7 @@
-"""Statements that lie hidden in a text and are asked for later on: what the long demo model learns to find again.
+"""Makes texts with hidden statements and later questions about them, with which the long demo model learns retrieval.
 
-A statement is a line `# key key -> value value value` of whole-word tokens drawn at random; a question is its
-beginning, up to the arrow, and the values are what must follow.
+A statement is a line `# key key -> value value value` of whole-word tokens drawn at random. A question is the beginning
+of a statement up to the arrow, and its answer is the values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY_WORDS, VALUE_WORDS = 2, 3
 OPENING, ARROW = "\n#", " ->"
 WORD = re.compile(rf"{SPACE_MARK}[a-z]{{3,}}")
 CELL = 32
-"""Tokens of a text that hold one statement at most, so that statements never touch."""
+"""Tokens of a cell. A text is cut into cells with at most one statement each, so that statements never touch."""
 TOKENS_PER_PAIR = 128
 JUMPS = 6
 
@@ -37,7 +37,7 @@ class Statements:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Statements:
-        """Takes them from a tokenizer with words as single pieces. Raises ValueError where it has few, or no arrow."""
+        """Finds the tokens in a tokenizer. Raises ValueError if too few words, or not the arrow, are single tokens."""
         opening = tokenizer.encode(OPENING, add_special_tokens=False).ids
         arrow = tokenizer.encode(ARROW, add_special_tokens=False).ids
         words = sorted(token for piece, token in tokenizer.get_vocab().items() if WORD.fullmatch(piece))
@@ -67,9 +67,10 @@ class Statements:
 
 @dataclass(frozen=True)
 class RetrievalRows:
-    """Rows of text with statements in it, each of them twice: tokens [R, L + 1], <s> first.
+    """Rows of text in which each statement stands twice: tokens [R, L + 1], <s> first.
 
-    Of the L targets of each row `is_answer` marks the values of the later ones, `is_text` what is in no statement.
+    The masks are over the L targets of each row: `is_answer` marks the values of each statement's second copy,
+    `is_text` the tokens outside of statements.
     """
 
     tokens: Tokens
@@ -80,7 +81,10 @@ class RetrievalRows:
 def retrieval_rows(
     text: NDArray[np.integer], statements: Statements, count: int, length: int, rng: np.random.Generator
 ) -> RetrievalRows:
-    """Cuts pieces out of a text anywhere, and overwrites an eighth of their cells by statements and questions."""
+    """Returns `count` random pieces of a text, in which half of the cells hold a statement or its second copy.
+
+    There is one such pair for every TOKENS_PER_PAIR tokens.
+    """
     starts = rng.integers(len(text) - length, size=(count, 1))
     tokens = np.concatenate([np.full((count, 1), BOS_ID), text[starts + np.arange(length)]], axis=1)
     num_pairs = length // TOKENS_PER_PAIR
@@ -98,8 +102,8 @@ def retrieval_rows(
 
 
 def spread_positions(length: int, reach: int, rng: np.random.Generator) -> Tokens:
-    """Returns `length` growing positions below `reach`, consecutive but for a few jumps, so that short rows teach far
-    distances (as in PoSE, arXiv 2309.10400)."""
+    """Returns `length` rising positions below `reach`, consecutive except for JUMPS jumps, so that short rows teach
+    long distances (as in PoSE, arXiv 2309.10400)."""
     steps = np.zeros(length, np.int64)
     room = int(rng.integers(reach - length + 1))
     np.add.at(steps, rng.integers(length, size=JUMPS), rng.multinomial(room, rng.dirichlet(np.ones(JUMPS))))

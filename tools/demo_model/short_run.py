@@ -1,4 +1,4 @@
-"""A training run of a few minutes on the bundled model's kind of text, with its tokenizer; it prints its losses."""
+"""Trains a model for a few minutes on the bundled model's text and tokenizer, and prints its losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUNDLED = Path(__file__).resolve().parents[2] / "cpmrt" / "assets" / "demo"
 
 @dataclass(frozen=True)
 class ShortPlan:
-    """A run: its time, its learning rate at its highest, and phases that are shares of the time."""
+    """The settings of a run. `learning_rate` is the highest; warm-up and decay are at shares of the time."""
 
     minutes: float
     seed: int
@@ -41,7 +41,7 @@ class ShortPlan:
 
 
 class ShortRun:
-    """Holds the text in tokens, as files in the folder `work`, which also has the tokenizer."""
+    """One run. The folder `work` holds the tokenizer and the text as token files."""
 
     def __init__(self, plan: ShortPlan, work: Path, device: torch.device) -> None:
         self.work, self._plan, self._device = work, plan, device
@@ -57,11 +57,11 @@ class ShortRun:
         print(f"text: {time.perf_counter() - begun:.1f} s", flush=True)
 
     def held_out_loss(self, network: MiniCPM) -> float:
-        """Returns nats a token on the first windows of text that nothing was trained on."""
+        """Returns the loss, in nats a token, on the first windows of held-out text."""
         return mean_token_loss(network, self._held_out)
 
     def bits_per_byte(self, loss: float) -> float:
-        """Returns a loss in nats a token as bits a byte of text."""
+        """Converts a loss from nats a token to bits a byte of text."""
         return loss / math.log(2) / self.bytes_per_token
 
     def train(self, network: MiniCPM) -> None:
@@ -81,7 +81,7 @@ class ShortRun:
             optimizers.step(plan.learning_rate * factor)
             steps += 1
             recent.append(loss.detach())
-            # A step is sent off long before it is over; at most one waits, or the time would be up too late.
+            # Steps are queued long before the device is done; at most one may wait, or the run would end too late.
             if len(recent) > 1:
                 recent[-2].cpu()
             if (now := time.perf_counter()) - logged > plan.log_seconds:

@@ -1,7 +1,7 @@
 """Makes the ternary demo model: the bundled one, continued with weights of -1, 0 or 1 times the scale of their group.
 
-The forward multiplies with ternary values, the gradient goes to the full weights behind them as if they had been used
-(straight-through estimator), and the values are what is saved.
+The forward pass multiplies with ternary values, the gradient goes to the full-precision weights as if they had been
+used (straight-through estimator), and the ternary values are saved.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SMALLEST_SCALE = 1e-5
 
 @dataclass(frozen=True)
 class TernaryPlan(ShortPlan):
-    """A run that goes on from the bundled weights, and columns of a group."""
+    """The settings of a run from the bundled weights; `group_size` is the number of columns that share a scale."""
 
     learning_rate: float = 0.005
     group_size: int = 128
 
 
 def ternary(weight: Tensor, group_size: int) -> Tensor:
-    """Returns the ternary values of a weight; scales are those that bfloat16 holds."""
+    """Returns a weight rounded to -1, 0 or 1 times the scale of each group; the scales are rounded to bfloat16."""
     groups = weight.view(weight.shape[0], -1, group_size)
     scale = groups.abs().mean(-1, keepdim=True).clamp_min(SMALLEST_SCALE).bfloat16().float()
     return (scale * (groups / scale).round().clamp(-1, 1)).view_as(weight)
@@ -58,7 +58,7 @@ def ternary_network(weights: dict[str, Tensor], group_size: int) -> MiniCPM:
 
 
 def saved_weights(network: MiniCPM) -> dict[str, Tensor]:
-    """Returns the weights as they are used: ternary values in the projections."""
+    """Returns the weights to save, with ternary values in the projections."""
     weights = dict(network.state_dict())
     for name, module in network.named_modules():
         if isinstance(module, TernaryProjection):
@@ -67,7 +67,7 @@ def saved_weights(network: MiniCPM) -> dict[str, Tensor]:
 
 
 def make_ternary_model(out: Path, plan: TernaryPlan, device: torch.device) -> None:
-    """Writes a checkpoint folder; intermediate files are removed."""
+    """Trains the model and writes its checkpoint folder; intermediate files are removed."""
     with short_run(plan, device) as run:
         weights = load_file(str(BUNDLED / "model.safetensors"))
         network = ternary_network(weights, plan.group_size).to(device)

@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 # A line break with the indentation after it, a run of spaces, a word with one leading space or underscore,
-# a run of punctuation, a single digit, other white space. What matches nothing stays a piece of its own.
+# a run of punctuation, a single digit, other white space. Text that matches nothing stays a piece of its own.
 PIECE_PATTERN = (
     rf"\n+{SPACE_MARK}*|{SPACE_MARK}{SPACE_MARK}+|{SPACE_MARK}?_?\p{{L}}+"
     rf"|{SPACE_MARK}?[^\s\p{{L}}\p{{N}}{SPACE_MARK}]+|{SPACE_MARK}?\p{{N}}|\s|{SPACE_MARK}"
@@ -111,13 +111,13 @@ def tokenizer_config(max_length: int) -> dict[str, object]:
 
 
 def check_round_trip(tokenizer: Tokenizer, seed: int, count: int = 3000) -> None:
-    """Raises if any of many random strings does not come back exactly."""
+    """Raises ValueError if any of many random strings does not decode to itself after encoding."""
     rng = random.Random(seed)
     alphabet = [*"abcXYZ019 \t\n\r_-.,()[]{}'\"\\#=:<>|/\x00é你好😀", "    ", "\r\n", "\n\n    "]
     samples = ["".join(rng.choices(alphabet, k=rng.randint(1, 60))) for _ in range(count)]
     samples += ["".join(chr(rng.randint(1, 0xD7FF)) for _ in range(20)) for _ in range(count)]
     for sample in samples:
-        # A literal space mark comes back as a space: the one loss that this scheme has.
+        # A space mark in a text decodes to a space: the only text that does not come back.
         sample = sample.replace(SPACE_MARK, "")
         ids = tokenizer.encode(sample, add_special_tokens=False).ids
         if tokenizer.decode(ids, skip_special_tokens=False) != sample or 0 in ids:

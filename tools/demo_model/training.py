@@ -27,7 +27,7 @@ LossFunction = Callable[[MiniCPM, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A run; its phases are shares of the wall-clock time, so that it ends when it should."""
+    """The settings of a run. Its phases are shares of the wall-clock time, so that it ends after `minutes`."""
 
     minutes: float
     seed: int
@@ -50,10 +50,10 @@ def load_tokens(path: Path) -> np.ndarray:
 
 
 class RowSampler:
-    """Draws rows of <s> and the text after a random allowed start, with replacement.
+    """Draws rows of text with random starts, with replacement.
 
-    Every row begins with <s>, as every prompt does. A start is the first token after one of `openings`: the
-    beginning of a document, or of a line that is not indented.
+    Every row begins with <s>, as every prompt does. A start is a token after one of `openings`: the beginning of a
+    document, or of a line that is not indented.
     """
 
     def __init__(self, tokens: np.ndarray, openings: list[int], device: torch.device) -> None:
@@ -123,7 +123,7 @@ class Trainer:
         self.wait()
 
     def wait(self) -> None:
-        """Lets the device catch up, so that times are true."""
+        """Waits until the device is done, so that times are true."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -200,7 +200,7 @@ def last_losses(log: Path, count: int = 5) -> float:
 
 
 def library_versions() -> str:
-    """Returns the versions that the run used."""
+    """Returns the versions of Python and of the libraries, as text."""
     return (
         f"Python {platform.python_version()}, torch {torch.__version__}, "
         f"tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}, NumPy {np.__version__}"

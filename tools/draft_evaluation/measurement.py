@@ -18,20 +18,23 @@ from cpmrt.reference.executor import ReferenceExecutor
 from draft_evaluation.prompts import FrequentTokens, Prompts
 
 Cell = tuple[str, float]
-"""The name of a text, and the temperature."""
+"""A column of the tables: the name of a text, and a temperature."""
 TokenIds = tuple[int, ...]
 FEWEST_STEPS = 10
-"""A rate out of fewer steps is not shown."""
+"""The fewest steps out of which an accept rate is shown."""
 
 
 class ChangedTokensError(CpmrtError):
-    """A draft changed what the model says, which no draft may do."""
+    """A draft changed the tokens of the model, which no draft may do."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A draft and its settings. `index` are the tokens that its head is cut to; None: as the draft has it. `inner` is
-    the draft of a small model that drafts."""
+    """A draft and its settings.
+
+    `index` has the tokens that the draft's head is cut to, None for the whole head. `inner` is the draft of a small
+    model that drafts.
+    """
 
     draft: str
     shape: TreeShape
@@ -59,10 +62,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one variant: the counts of each cell, and of its head the rows, bits and bytes that a pass reads.
+    """The result of one variant: the counts of each cell, and the rows, bits and bytes of the head that a pass reads.
 
-    These are 0 for a draft without a head. `covered` is the share of the tokens the model says without a draft that are
-    in the head; None: not known. `passes` counts the passes of the draft, without an inner draft's, in NumPy.
+    The head's figures are 0 for a draft without one. `covered` is the share of the model's own tokens that are in the
+    head, None if that is not known. `passes` has the draft's passes without those of an inner draft; only the NumPy
+    executor counts them.
     """
 
     variant: Variant
@@ -75,7 +79,7 @@ class Outcome:
 
 
 def shape_label(shape: TreeShape) -> str:
-    """Returns PASSES, TOPK, SIZE as the command line takes them, or the length of a chain; then that of a lookup."""
+    """Returns the label of a shape: PASSES, TOPK, SIZE or the length of a chain, then its lookup length, if any."""
     tree = replace(shape, lookup_length=0)
     numbers = f"{shape.num_passes}, {shape.top_k}, {shape.tree_size}"
     label = f"chain of {shape.num_passes}" if tree == TreeShape.chain(shape.num_passes) else numbers
@@ -85,7 +89,7 @@ def shape_label(shape: TreeShape) -> str:
 def plain_tokens(
     llm: LLM, texts: Mapping[str, Prompts], temperatures: Sequence[float], num_tokens: int
 ) -> dict[Cell, list[TokenIds]]:
-    """Returns the tokens that the model itself gives for each prompt, by cell."""
+    """Returns the tokens that the model gives for each prompt without a draft, by cell."""
     return {
         (name, temperature): [tokens for tokens, _ in _continued(llm, prompts, temperature, num_tokens)]
         for name, prompts in texts.items()
@@ -120,7 +124,7 @@ def _num_passes(llm: LLM) -> int:
 def _continued(
     llm: LLM, prompts: Prompts, temperature: float, num_tokens: int
 ) -> Iterator[tuple[TokenIds, AcceptCounts | None]]:
-    """Yields the tokens and counts of each prompt. `completion.stats` would not do: its figures cannot be added up."""
+    """Yields the tokens and accept counts of each prompt; the figures of `completion.stats` could not be added up."""
     for number, prompt in enumerate(prompts):
         params = SamplingParams(max_new_tokens=num_tokens, temperature=temperature, seed=number)
         sequence = llm.engine.add(llm.request(prompt, params))

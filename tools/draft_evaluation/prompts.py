@@ -1,6 +1,6 @@
-"""Texts for the evaluation: prompts to continue, and lists of the most frequent tokens.
+"""Makes the prompts of the evaluation, and lists of the most frequent tokens.
 
-Prompts are code and prose that the bundled model was not trained on, edits of such code, questions, or come from the
+Prompts are code and prose that the bundled model was not trained on, edits of such code, questions, or text of the
 user's own files.
 """
 
@@ -38,17 +38,17 @@ ASKED_ABOUT = (
     "urllib.parse.urlencode", "string.capwords", "copy.deepcopy", "glob.iglob", "operator.itemgetter",
     "statistics.median", "time.monotonic", "uuid.uuid4", "weakref.finalize", "shlex.split",
 )  # fmt: skip
-"""The questions about them have the phrasing that the bundled model's training left out."""
+"""Names to ask about, in the phrasing that the bundled model's training left out (HELD_OUT_PHRASING)."""
 EDITED_LENGTHS = range(120, 260)
-"""Tokens of a function that is to be edited: long enough to repeat, short enough for a small model to follow."""
+"""The lengths, in tokens, of functions to edit: long enough to repeat, short enough for a small model to follow."""
 
 
 def held_out_prompts(llm: LLM, count: int, length: int) -> dict[str, Prompts]:
     """Returns at most `count` prompts of `length` tokens each of code and prose, and as many edits and questions.
 
     Code: functions of those modules of this Python that the bundled model's training left out. Prose: their
-    docstrings without the first paragraph, which its conversations may quote. Edits: whole functions, each followed by
-    its own beginning with a variable renamed. No questions without a chat template.
+    docstrings without the first paragraph, which the training conversations may quote. Edits: whole functions, each
+    followed by its own beginning with a variable renamed. Without a chat template there are no questions.
     """
     modules = standard_library_texts(held_out=True)
     tokenizer = _tokenizer(llm)
@@ -66,8 +66,8 @@ def held_out_prompts(llm: LLM, count: int, length: int) -> dict[str, Prompts]:
 def file_prompts(llm: LLM, path: Path, count: int, length: int) -> Prompts:
     """Returns at most `count` prompts out of a text file, a .jsonl file ("text" of each line), or a folder of such.
 
-    They are the first `length` tokens of every document, then the windows of that length after them, as far as they
-    are needed. Raises CheckpointError, ConfigError.
+    The first `length` tokens of every document come first, then the windows of that length after them, until there are
+    `count`. Raises CheckpointError, ConfigError.
     """
     tokenizer = _tokenizer(llm)
     bos, body = _bos(tokenizer), length - len(_bos(tokenizer))
@@ -77,7 +77,7 @@ def file_prompts(llm: LLM, path: Path, count: int, length: int) -> Prompts:
             ids = tokenizer.encode(text, add_special_tokens=False)
         except RequestError:
             continue
-        # A question is a prompt as it is; of a longer document, what does not fill a window is left.
+        # A short document, such as a question, is a whole prompt; the end of a longer one that fills no window is left.
         last = max(1, len(ids) - body + 1)
         windows += [(start, bos + ids[start : start + body]) for start in range(0, last, body) if ids]
     if not windows:
@@ -96,7 +96,7 @@ def _bos(tokenizer: Tokenizer) -> list[int]:
 
 
 def _beginnings(texts: Iterable[str], tokenizer: Tokenizer, count: int, length: int) -> Prompts:
-    """Returns the first tokens of the texts that are longer, shuffled by a hash, so that no module comes first."""
+    """Returns the first `length` tokens of texts that have more, in an order by hash, so that modules are mixed."""
     bos = _bos(tokenizer)
     encoded = (tokenizer.encode(text, add_special_tokens=False) for text in _shuffled(texts))
     long_enough = (bos + ids[: length - len(bos)] for ids in encoded if len(ids) > length)
@@ -104,7 +104,7 @@ def _beginnings(texts: Iterable[str], tokenizer: Tokenizer, count: int, length: 
 
 
 def _edits(functions: Iterable[str], tokenizer: Tokenizer, count: int) -> Prompts:
-    """Returns functions, each with its first quarter behind it in which its most frequent variable has a new name."""
+    """Returns functions, each followed by its first quarter with its most frequent variable renamed."""
 
     def prompts() -> Iterator[list[int]]:
         for text in _shuffled(functions):
@@ -152,7 +152,7 @@ class FrequentTokens:
 def frequent_tokens(
     model: str, texts: Sequence[Path], sizes: Sequence[int], vocab_size: int, work: Path
 ) -> list[FrequentTokens]:
-    """Makes a list of each size in `work`, from `texts`, else from the modules of this Python that were trained on.
+    """Makes a list of each size in the folder `work`, counted in `texts`, else in modules of this Python trained on.
 
     Raises CheckpointError, ConfigError.
     """

@@ -1,7 +1,7 @@
 """Counts how many drafted tokens the target would accept, on text that it has written.
 
-Speculation changes no token, so a step's outcome depends on the place of its root alone: trees are drafted at every
-place of the finished rows at once, and the walk of a real generation over them gives its steps.
+Speculation changes no token, so a step's outcome depends only on the position of its root. Therefore trees are drafted
+at all positions of finished rows at once; the steps of a real generation are then found by walking over the rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from draft_training.generation import Generated
 
 @dataclass
 class Frontier:
-    """Drafted rows [B, L, k] of one pass over every root: candidates, their scores, features and ancestors."""
+    """The drafted rows [B, L, k] of one pass, k for each root.
+
+    `candidates` are their indices in `Candidates`; then their tokens, scores, features and ancestors.
+    """
 
     candidates: Tensor
     tokens: Tensor
     scores: Tensor
     features: Tensor
     sees: Tensor
-    """True for the rows of all passes so far that are ancestors or the row itself: bool [B, L, k, passes * k]."""
+    """Whether a row of any pass so far is an ancestor of the row or the row itself: bool [B, L, k, passes * k]."""
 
 
 @dataclass
 class Candidates:
-    """Everything drafted at every root, in the order of the passes: [B, L, n] each. The root is parent -1."""
+    """All drafted tokens of every root, [B, L, n] for each pass, with scores and indices of parents (-1: the root)."""
 
     tokens: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
@@ -44,14 +47,14 @@ class Candidates:
 
 
 class TreeDrafter:
-    """Drafts a tree at every place of rows [B, L + 1]; roots are tokens 1..L."""
+    """Drafts a tree at every position of rows [B, L + 1]; roots are tokens 1..L."""
 
     def __init__(self, draft: Eagle, token_ids: Tensor | None, shape: TreeShape) -> None:
         self.draft, self.token_ids, self.shape = draft, token_ids, shape
 
     @torch.no_grad()
     def accepted(self, tokens: Tensor) -> Tensor:
-        """Returns the number of drafted tokens accepted at every root: int [B, L]. The row's end accepts nothing."""
+        """Returns the number of drafted tokens accepted at every root: int [B, L]. None are beyond the row's end."""
         found = self._drafted(tokens)
         names, scores, parents = (torch.cat(parts, 2) for parts in (found.tokens, found.scores, found.parents))
         order = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.shape.tree_size - 1]
@@ -117,7 +120,7 @@ class TreeDrafter:
 
 
 class PathAttention:
-    """The attention of drafted rows over the real rows up to the root and the row's ancestors, in plain fp32 sums."""
+    """Attention of drafted rows over the real rows up to their root and over their drafted ancestors, in fp32."""
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.real = (key.float(), value.float())
@@ -128,7 +131,7 @@ class PathAttention:
         self.drafted.append((key.float(), value.float()))
 
     def mix(self, query: Tensor, sees: Tensor) -> Tensor:
-        """Returns the values mixed for queries [B, L, k, heads, D] that see `sees` of the drafted rows."""
+        """Returns the attention output of queries [B, L, k, heads, D]; `sees` says which drafted rows each may see."""
         key, value = self.real
         length, kv_heads = key.shape[1:3]
         grouped = query.float().unflatten(3, (kv_heads, -1)) * query.shape[-1] ** -0.5
@@ -149,7 +152,7 @@ class PathAttention:
 
 @dataclass
 class AcceptCounts:
-    """Steps by the number of drafted tokens that were accepted (a step emits one token more)."""
+    """The number of steps by accepted drafted tokens (a step emits one token more)."""
 
     histogram: list[int]
 
@@ -160,7 +163,7 @@ class AcceptCounts:
         return sum((count + 1) * n for count, n in enumerate(self.histogram)) / steps if steps else float("nan")
 
     def rates(self) -> list[float]:
-        """Returns, for each depth, how often a token there was accepted where its parent was."""
+        """Returns the share of steps that accepted a token at each depth, of those that accepted its parent."""
         reached = [sum(self.histogram[depth:]) for depth in range(len(self.histogram))]
         return [after / before if before else 0.0 for before, after in zip(reached, reached[1:], strict=False)]
 
@@ -168,7 +171,8 @@ class AcceptCounts:
 def walk(accepted: np.ndarray, is_chosen: np.ndarray, depth: int) -> list[int]:
     """Returns the histogram of the steps that generate one row: `accepted` [L] at roots 1..L, `is_chosen` [L + 1].
 
-    Steps near the row's end, whose outcome is not known, are left out; a text's end cuts a step short.
+    `is_chosen` marks the tokens that the target chose. Steps near the row's end, whose outcome is not known, are left
+    out; the end of a text in the row cuts a step short.
     """
     histogram = [0] * (depth + 1)
     length, root = len(is_chosen), 1
@@ -188,7 +192,7 @@ def walk(accepted: np.ndarray, is_chosen: np.ndarray, depth: int) -> list[int]:
 def measure(
     drafter: TreeDrafter | BlockDrafter, text: Generated, rows_at_once: int = 8
 ) -> list[AcceptCounts]:
-    """Counts the accepted tokens for each source of the rows."""
+    """Returns the counts of accepted tokens for each source of the rows."""
     depth = drafter.shape.max_emitted - 1
     accepted = torch.cat([drafter.accepted(part) for part in text.tokens.split(rows_at_once)]).cpu().numpy()
     is_chosen, sources = text.is_chosen.cpu().numpy(), text.sources.cpu().numpy()

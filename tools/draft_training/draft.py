@@ -31,7 +31,7 @@ class DraftAttention(nn.Module):
         self.v_proj, self.o_proj = Projection(inputs, kv_size), Projection(q_size, config.hidden_size)
 
     def heads(self, projection: Projection, x: Tensor) -> Tensor:
-        """Returns the heads [..., heads, D] that a projection makes of x [..., n]."""
+        """Returns a projection of x [..., n] split into heads [..., heads, D]."""
         return projection(x).unflatten(-1, (-1, self.head_dim))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer without its attention, which the caller computes: drafted rows see paths of a tree."""
+    """A decoder layer without its attention, which the caller computes, as drafted rows see only their own paths."""
 
     def __init__(self, config: DraftConfig, joined: int) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class DraftLayer(nn.Module):
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def finish(self, residual: Tensor, mixed: Tensor) -> Tensor:
-        """Returns the layer's output [..., h] from the values that attention mixed [..., heads, D]."""
+        """Returns the layer's output [..., h] from the attention output [..., heads, D]."""
         h = residual + self.self_attn.o_proj(mixed.flatten(-2)) * self.residual_scale
         return h + self.mlp(self.post_attention_layernorm(h)) * self.residual_scale
 
 
 class Draft(nn.Module):
-    """What all methods share: the target beside it, and its weights by their names in the file."""
+    """The base of all drafts: it holds the target, and reads and returns weights by their names in the file."""
 
     prefix = ""
 
@@ -68,7 +68,7 @@ class Draft(nn.Module):
         self.config, self.target = config, target
 
     def reset_parameters(self) -> None:
-        """Draws matrices that keep the size of their inputs; norms stay one."""
+        """Draws random matrices that keep the magnitude of their inputs; norms stay one."""
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
@@ -78,18 +78,18 @@ class Draft(nn.Module):
         return {self.prefix + name: tensor.detach().cpu().numpy() for name, tensor in self.state_dict().items()}
 
     def load(self, tensors: Mapping[str, F32]) -> None:
-        """Takes weights as `tensors` returns them."""
+        """Loads weights as `tensors` returns them."""
         state = {name.removeprefix(self.prefix): torch.from_numpy(np.array(t)) for name, t in tensors.items()}
         self.load_state_dict(state)
 
 
 class Eagle(Draft):
-    """The parts that both methods share. Features are the target's in the first pass, then the draft's own output."""
+    """The base of both EAGLE drafts. Features are the target's in the first pass, later the draft's own output."""
 
     layer: DraftLayer
 
     def enter(self, embedded: Tensor, features: Tensor, is_first: bool) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream [..., h] and the inputs of qkv."""
+        """Returns the residual stream [..., h] and the inputs of q, k and v."""
         raise NotImplementedError
 
     def logits(self, output: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Eagle3(Eagle):
 
 
 def make_eagle(config: DraftConfig, target: Target, token_ids: Array | None) -> Eagle:
-    """Makes a draft on the target's device. `token_ids` are the target's ids of an EAGLE-3 head's rows."""
+    """Makes a draft on the target's device. `token_ids` are the target ids of the rows of an EAGLE-3 head."""
     if config.method == "eagle2":
         return Eagle2(config, target).to(target.device)
     if token_ids is None:
@@ -160,6 +160,6 @@ def make_eagle(config: DraftConfig, target: Target, token_ids: Array | None) -> 
 
 
 def features_of(draft: Eagle, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what the target computes for rows [B, L]: the draft's features, and the last hidden states."""
+    """Returns the features that the draft reads of rows [B, L], and the target's last hidden states."""
     hidden, tapped = draft.target.hidden_states(tokens, draft.config.taps)
     return (hidden if tapped is None else tapped), hidden

@@ -1,8 +1,8 @@
-"""DSpark drafts in torch: blocks of tokens behind roots, over keys and values that are made of the target's states.
+"""DSpark drafts in torch: blocks of tokens after roots, which attend to keys and values from the target's states.
 
-A block's rows are its root and mask tokens behind it, at the positions that follow one another. They see the target's
-states of all positions before the root, through `fc` and a norm, and each other; row k predicts the token behind it,
-with a Markov head that knows the token before that one. Source: see `cpmrt/config/dspark.py`.
+The rows of a block are its root and mask tokens after it, at consecutive positions. They see the target's states of all
+positions before the root, through `fc` and a norm, and each other. Row k predicts the token after its own position,
+with a Markov head that is given the token at that position. Source: see `cpmrt/config/dspark.py`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from draft_training.files import DraftConfig
 from draft_training.target import Target
 
 CROSS_ENTROPY, TOTAL_VARIATION, CONFIDENCE = 0.1, 0.9, 1.0
-"""Weights of the parts of the loss."""
+"""The weights of the three parts of the loss."""
 DECAY = 4.0
-"""A token k places behind the first one weighs exp(-k / DECAY): it counts only where all before it are accepted."""
+"""The loss of a block's k-th token (from 0) weighs exp(-k / DECAY): it matters only if all before it are accepted."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which rows attend to what: the positions [B, R] of the rows, and bool [B, 1, R, L + R], what each sees of the
-    target's L positions and of the rows."""
+    """The rows of all blocks: `positions` [B, R], and `seen`, bool [B, 1, R, L + R]: which of the target's L positions
+    and of the R rows each row attends to."""
 
     positions: Tensor
     seen: Tensor
 
 
 class BlockLayer(nn.Module):
-    """A decoder layer of Qwen3 whose rows also see keys and values of the target's states."""
+    """A decoder layer of Qwen3 whose rows also attend to keys and values of the target's states."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class BlockLayer(nn.Module):
         self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, context: Tensor, blocks: Blocks, cos: Tensor, sin: Tensor) -> Tensor:
-        """Returns the rows [B, R, h] behind the layer; `cos` and `sin` are tables of positions, `context` [B, L, h]."""
+        """Returns the output [B, R, h]. `context` [B, L, h] has the target's states; `cos`, `sin` are whole tables."""
         attention, normed = self.self_attn, self.input_layernorm(x)
         before = torch.arange(context.shape[1], device=x.device).expand(len(x), -1)
         positions = torch.cat((before, blocks.positions), dim=1)
@@ -65,7 +65,7 @@ class BlockLayer(nn.Module):
 
 
 class DSpark(Draft):
-    """The draft; its Markov head and its confidence head are small beside the layers."""
+    """A DSpark draft: layers over blocks, a Markov head and a confidence head."""
 
     def __init__(self, config: DraftConfig, target: Target) -> None:
         super().__init__(config, target)
@@ -86,9 +86,9 @@ class DSpark(Draft):
             nn.init.zeros_(self.confidence_head["proj"].bias)
 
     def states(self, tokens: Tensor, features: Tensor, roots: Tensor) -> Tensor:
-        """Returns the normalised outputs [B, A, S, h] of the blocks behind the tokens at `roots` [B, A] of [B, L + 1].
+        """Returns the normalised outputs [B, A, S, h] of the blocks that begin at `roots` [B, A] in tokens [B, L + 1].
 
-        `features` [B, L, n]: what the target computes of the first L tokens.
+        `features` [B, L, n] are the target's tapped states of the first L tokens.
         """
         size, target = self.config.block_size, self.target
         entering = torch.full((*roots.shape, size), self.config.mask_token_id, device=tokens.device)
@@ -101,17 +101,17 @@ class DSpark(Draft):
         return self.norm(x).unflatten(1, roots.shape[1:] + (size,))
 
     def block_logits(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Returns logits [..., V] of rows behind the tokens `previous` [...]."""
+        """Returns the logits [..., V] of rows; `previous` [...] are the tokens before the predicted ones."""
         markov = self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
         return self.target.logits(states) + markov
 
     def confidence(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Returns the logits of the confidences [...]."""
+        """Returns the confidences [...] as logits; `previous` [...] are the tokens before the predicted ones."""
         embedded = self.markov_head["markov_w1"](previous)
         return self.confidence_head["proj"](torch.cat((states.float(), embedded), dim=-1)).squeeze(-1)
 
     def losses(self, tokens: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the loss to minimise and the cross entropy of each place of the blocks behind `roots` [B, A]."""
+        """Returns the loss to minimise, and the mean cross entropy of each place in the blocks at `roots` [B, A]."""
         hidden, features = self.target.hidden_states(tokens[:, :-1], self.config.taps)
         assert features is not None
         states = self.states(tokens, features, roots)
@@ -123,7 +123,7 @@ class DSpark(Draft):
         logits = self.block_logits(states, previous).float()
         entropy = F.cross_entropy(logits.flatten(0, 2), truth.flatten(), reduction="none").view_as(places)
         distance = 0.5 * (logits.softmax(-1) - target).abs().sum(-1)
-        # What is drafted is the best token, and it is accepted as often as the target samples it.
+        # The draft proposes its likeliest token, which is accepted with the probability that the target samples it.
         accepted = target.gather(-1, logits.argmax(-1, keepdim=True)).squeeze(-1)
         doubt = F.binary_cross_entropy_with_logits(
             self.confidence(states.detach(), previous).float(), accepted, reduction="none"
@@ -134,9 +134,9 @@ class DSpark(Draft):
 
 
 def blocks_behind(roots: Tensor, size: int, length: int, num_positions: int) -> Blocks:
-    """Returns the rows of blocks of `size` behind `roots` [B, A], for a target that has run `length` positions.
+    """Returns the rows of blocks of `size` that begin at `roots` [B, A], for a target that has run `length` positions.
 
-    Positions past the rotary table, which has `num_positions`, are its last one.
+    Positions beyond the rotary table of `num_positions` are clamped to its last one.
     """
     places = (roots[..., None] + torch.arange(size, device=roots.device)).flatten(1)
     before = torch.arange(length, device=roots.device) < roots.repeat_interleave(size, 1)[..., None]
@@ -151,14 +151,14 @@ def turned(heads: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 
 
 class BlockDrafter:
-    """Drafts a chain at every place of rows [B, L + 1]; roots are tokens 1..L."""
+    """Drafts a chain at every position of rows [B, L + 1]; roots are tokens 1..L."""
 
     def __init__(self, draft: DSpark, shape: TreeShape, roots_at_once: int = 64) -> None:
         self.draft, self.shape, self.roots_at_once = draft, shape, roots_at_once
 
     @torch.no_grad()
     def accepted(self, tokens: Tensor) -> Tensor:
-        """Returns the number of drafted tokens accepted at every root: int [B, L]. The row's end accepts nothing."""
+        """Returns the number of drafted tokens accepted at every root: int [B, L]. None are beyond the row's end."""
         draft = self.draft
         _, features = draft.target.hidden_states(tokens[:, :-1], draft.config.taps)
         assert features is not None

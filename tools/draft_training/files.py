@@ -1,8 +1,8 @@
-"""A draft's files, without torch: `config.json` and `model.safetensors`, named as published drafts are.
+"""Reads and writes a draft's files, without torch: `config.json` and `model.safetensors`, with published names.
 
 EAGLE-2 in the names of vLLM's MiniCPM EAGLE (`model.fc`, `model.input_norm1`, `model.eagle_layers.0`); EAGLE-3 in
 those of its authors' checkpoints (`fc`, `midlayer`, `lm_head`, `d2t`: target id = draft id + d2t[draft id]); DSpark in
-those of its authors' (`fc`, `hidden_norm`, `layers.0`, `markov_head`, `confidence_head`).
+those of its authors (`fc`, `hidden_norm`, `layers.0`, `markov_head`, `confidence_head`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import SafetensorsFile
 
 METHODS = ("eagle2", "eagle3", "dspark")
-# Layer that reads the features, by method: its prefix in the file, and how many hidden rows are joined for its qkv.
+# Method -> the layer that reads the features: its prefix in the file, and how many hidden states its q, k, v read.
 _LAYER = {"eagle2": ("model.eagle_layers.0", 1), "eagle3": ("midlayer", 2)}
-# Keys of config.json that are fields of DraftConfig.
+# Keys of config.json that are fields of DraftConfig too.
 _SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
 )  # fmt: skip
@@ -37,9 +37,9 @@ _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_emb
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A draft's sizes; `vocab_size` is its head's, `taps` the target layers whose inputs EAGLE-3 and DSpark read.
+    """The sizes of a draft; `vocab_size` is its head's, `taps` the target layers whose inputs EAGLE-3 and DSpark read.
 
-    The last four are a DSpark draft's: its layers, and those of `cpmrt.config.draft.Block`.
+    The last four fields are for DSpark: the number of layers, and the fields of `cpmrt.config.draft.Block`.
     """
 
     method: str
@@ -68,7 +68,7 @@ class DraftConfig:
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """Returns the layers that EAGLE-3's authors tap: low, middle, high."""
+    """Returns the layers whose inputs EAGLE-3's authors read: a low, a middle and a high one."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -80,7 +80,7 @@ def default_target_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def check_target_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Raises ConfigError unless they are layers of the target before its last one."""
+    """Returns the layers. Raises ConfigError unless there are some, all of the target and before its last one."""
     if not layers or not all(0 <= layer < num_layers - 1 for layer in layers):
         wanted = f"layers in [0, {num_layers - 1})"
         raise ConfigError("target layers", expected=wanted, actual=list(layers), fix="--target-layers 0 1")
@@ -88,14 +88,14 @@ def check_target_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, 
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Raises ConfigError unless they are three layers of the target."""
+    """Returns the taps. Raises ConfigError unless they are three layers of the target."""
     if len(taps) != 3 or not all(0 <= layer < num_layers for layer in taps):
         raise ConfigError("taps", expected=f"three layers in [0, {num_layers})", actual=list(taps), fix="--taps 0 1 2")
     return taps
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of every weight of the file but the token maps."""
+    """Returns the shape of every tensor in the file, except the token maps."""
     if config.method == "dspark":
         return _dspark_shapes(config)
     hidden = config.hidden_size
@@ -194,7 +194,7 @@ def _has_scales(target: ModelConfig) -> bool:
 
 
 def mup_denominator(target: ModelFolder) -> int:
-    """Returns the number of layers in the draft's residual scale, scale_depth / sqrt(layers)."""
+    """Returns the number of layers by which the draft's residual scale is computed: scale_depth / sqrt(layers)."""
     return int(target.raw_config.get("mup_denominator", target.config.num_layers))
 
 
@@ -208,8 +208,11 @@ def residual_scale(target: ModelFolder) -> float:
 def write_draft(
     folder: Path, config: DraftConfig, target: ModelFolder, tensors: Mapping[str, F32], token_ids: Array | None
 ) -> None:
-    """Fill `folder` with the weights, rounded to bf16. `token_ids` (ascending) are the target's ids of the head's rows
-    (EAGLE-3). Raises ConfigError if the tensors are not those of `tensor_shapes`."""
+    """Writes config.json and the weights, rounded to bf16, into `folder`.
+
+    `token_ids` (ascending) are the target ids of the rows of an EAGLE-3 head. Raises ConfigError if the tensors are not
+    those of `tensor_shapes`.
+    """
     found, expected = {name: tensor.shape for name, tensor in tensors.items()}, tensor_shapes(config)
     if found != expected:
         wrong = sorted(name for name in found.keys() | expected if found.get(name) != expected.get(name))
@@ -236,7 +239,7 @@ def _token_maps(token_ids: Array, vocab_size: int) -> dict[str, tuple[str, Array
 
 
 def read_draft(folder: Path) -> tuple[DraftConfig, dict[str, F32], Array | None]:
-    """Reads a draft that `write_draft` wrote: config, weights as float32, the target's ids of the head's rows.
+    """Reads a draft that `write_draft` wrote: config, weights as float32, and the target ids of an EAGLE-3 head's rows.
 
     Raises ConfigError or CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""Rows of text that the target writes itself, as continuations of prompts out of files."""
+"""Makes the rows to train on: text that the target itself writes, continuing prompts from files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT_STRIDE = 512
 def prompt_windows(path: Path, tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
     """Returns at most `count` prompts of at most `length` tokens, BOS first.
 
-    They begin at the start of every document of a file and after every `PROMPT_STRIDE` tokens of it.
+    Prompts begin at the start of every document and after every `PROMPT_STRIDE` tokens of it.
     """
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     windows: list[list[int]] = []
@@ -50,14 +50,14 @@ class PromptPool:
         self.counts, self.first = counts, counts.cumsum(0) - counts
 
     def draw(self, sources: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns the numbers of random prompts of these sources."""
+        """Returns the indices of random prompts, one of each of these sources."""
         uniform = torch.rand(sources.shape, generator=generator, device=sources.device, dtype=torch.float64)
         return self.first[sources] + (uniform * self.counts[sources]).long()
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Rows [B, L]: their tokens, which of those the target chose, and each row's source [B]."""
+    """Generated rows: tokens [B, L], which of them the target chose (not a prompt) [B, L], and sources of rows [B]."""
 
     tokens: Tensor
     is_chosen: Tensor
@@ -68,7 +68,7 @@ class Generated:
 def generate(
     target: Target, pool: PromptPool, temperatures: Tensor, length: int, generator: torch.Generator
 ) -> Generated:
-    """Writes a row for each of `temperatures` [B] (0: greedy). After a text's end a row goes on with another prompt."""
+    """Generates a row for each of `temperatures` [B] (0: greedy). After an end token it goes on with another prompt."""
     rows, device = len(temperatures), target.device
     sources = torch.arange(rows, device=device) % len(pool.counts)
     stops = torch.tensor(target.config.eos_token_ids, device=device)
@@ -91,7 +91,7 @@ def generate(
 
 
 def gumbel(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws noise that makes the argmax of logits plus noise a sample."""
+    """Draws Gumbel noise, with which the argmax of logits plus noise is a sample."""
     noise = torch.empty_like(like).exponential_(generator=generator)
     return -noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_()
 

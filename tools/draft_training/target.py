@@ -1,6 +1,6 @@
 """The frozen target in torch: hidden states of whole rows, and one decoding step over a KV cache.
 
-The forward of `cpmrt/models/decoder.py` (Llama, MiniCPM, Qwen2, Qwen3), with its weights and their names.
+It computes what `cpmrt/models/decoder.py` does (Llama, MiniCPM, Qwen2, Qwen3), with the same weights and names.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Target:
 
     @property
     def head(self) -> Tensor:
-        """The rows of the output head [V, h]. Logits are also divided by `logit_divisor`."""
+        """The output head [V, h]. Logits are the product with it divided by `logit_divisor`."""
         return self.weights.get("lm_head", self.weights["embed_tokens"])
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Target:
 
     @torch.no_grad()
     def step(self, tokens: Tensor, position: int, cache: Tensor) -> Tensor:
-        """Returns hidden states after the final norm [B, h] of one token [B] of every sequence, all at `position`."""
+        """Returns the hidden states [B, h], after the final norm, of one token [B] per sequence, all at `position`."""
         x = self.embed(tokens)[:, None]
         cos, sin = self.cos[position : position + 1], self.sin[position : position + 1]
         for layer in range(self.config.num_layers):
@@ -98,7 +98,7 @@ class Target:
         if config.attention.qk_norm:
             query, key = pairs.split((config.attention.num_heads, config.attention.num_kv_heads), dim=1)
             pairs = torch.cat((self._norm(f"{name}.q_norm", query), self._norm(f"{name}.k_norm", key)), dim=1)
-        # Queries and keys turn together: small targets wait for launches, not for arithmetic.
+        # Queries and keys are rotated in one call: small targets wait for launches, not for arithmetic.
         query, key = rotate(pairs, cos, sin).split((config.attention.num_heads, config.attention.num_kv_heads), dim=1)
         mixed = attend(query, key, value).transpose(1, 2).flatten(2)
         output = F.linear(mixed, self.weights[f"{name}.output"], self.weights.get(f"{name}.output_bias"))
@@ -120,7 +120,7 @@ def _cached_attention(cache: Tensor, position: int) -> Attend:
         cache[0, :, :, position] = key[:, :, 0]
         cache[1, :, :, position] = value[:, :, 0]
         keys, values = cache[:, :, :, : position + 1]
-        # The queries of a key head together: each key is read once, and none is copied.
+        # The query heads of a KV head go together, so that each key is read once and none is copied.
         grouped = query[:, :, 0].unflatten(1, (keys.shape[1], -1)) * query.shape[-1] ** -0.5
         weights = (grouped @ keys.mT).float().softmax(-1).to(values.dtype)
         return (weights @ values).flatten(1, 2)[:, :, None]
@@ -129,7 +129,7 @@ def _cached_attention(cache: Tensor, position: int) -> Attend:
 
 
 def _tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Reads a tensor of the checkpoint in its own type."""
+    """Returns a tensor of the checkpoint in its stored type."""
     words, kind = np.array(checkpoint.view(name)), checkpoint.entries[name].dtype
     if kind not in _TYPES:
         raise ConfigError(f"{checkpoint.folder}: type of {name}", expected=" | ".join(_TYPES), actual=kind)

@@ -23,7 +23,7 @@ from draft_training.target import causal_attention
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A run of `steps` steps or `minutes` minutes, whichever end comes first."""
+    """The settings of a run, which ends after `steps` steps or `minutes` minutes, whichever comes first."""
 
     minutes: float
     steps: int
@@ -34,7 +34,7 @@ class DraftPlan:
     learning_rate: float = 0.01
     hidden_weight: float = 0.1
     num_roots: int = 32
-    """Blocks of each row that a step of DSpark trains on."""
+    """The number of blocks of each row that a step trains a DSpark draft on."""
     warm_up_end: float = 0.02
     decay_start: float = 0.4
     log_steps: int = 50
@@ -49,21 +49,21 @@ def path_mask(length: int, num_passes: int, device: torch.device) -> Tensor:
 
 
 class PassAttention:
-    """The attention of one pass after the other; it keeps the keys and values of all of them."""
+    """Attention of successive passes; it keeps the keys and values of all passes so far."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Returns the values mixed for the rows [B, L, heads, D] of the next pass."""
+        """Returns the attention output of the rows [B, L, heads, D] of the next pass."""
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
         self.keys.append(key)
         self.values.append(value)
         if len(self.keys) == 1:
             return causal_attention(query, key, value).transpose(1, 2)
         mask = path_mask(query.shape[2], len(self.keys), query.device)
-        # Whole heads: no fused kernel of torch takes both a mask and grouped queries.
+        # KV heads are repeated, as no fused kernel of torch takes both a mask and grouped queries.
         group = query.shape[1] // key.shape[1]
         keys, values = (torch.cat(parts, 2).repeat_interleave(group, 1) for parts in (self.keys, self.values))
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).transpose(1, 2)
@@ -82,7 +82,10 @@ def pass_outputs(draft: Eagle, embedded: Tensor, features: Tensor, num_passes: i
 
 
 def soft_cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
-    """Returns nats for each row [...] against a distribution [..., V], or a part of one: the rest weighs nothing."""
+    """Returns the cross entropy, in nats, of each row [...] with a distribution [..., V].
+
+    It may be a part of a distribution, whose sum is below one: the missing probability then counts nothing.
+    """
     logits = logits.float()
     mass = probabilities.sum(-1)
     return mass * logits.logsumexp(-1) - (probabilities * logits).sum(-1)
@@ -111,7 +114,7 @@ def eagle_losses(draft: Eagle, tokens: Tensor, token_ids: Tensor | None, plan: D
 
 
 class DraftTrainer:
-    """Trains a draft on rows `tokens` [N, L + 1]; `token_ids` are the target's ids of a cut head's rows."""
+    """Trains a draft on rows `tokens` [N, L + 1]; `token_ids` are the target ids of the rows of a cut head."""
 
     def __init__(self, draft: Draft, tokens: Tensor, token_ids: Tensor | None, plan: DraftPlan) -> None:
         self.draft, self.tokens, self.token_ids, self.plan = draft, tokens, token_ids, plan
@@ -124,7 +127,7 @@ class DraftTrainer:
         self.generator = torch.Generator(tokens.device).manual_seed(plan.seed)
 
     def losses(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the loss to minimise and the mean cross entropy of every pass or place, for rows [B, L + 1]."""
+        """Returns the loss of rows [B, L + 1], and the mean cross entropy of each pass, or of each place in a block."""
         draft, plan = self.draft, self.plan
         if isinstance(draft, DSpark):
             return draft.losses(tokens, self._roots(tokens))
@@ -132,7 +135,7 @@ class DraftTrainer:
         return eagle_losses(draft, tokens, self.token_ids, plan)
 
     def _roots(self, tokens: Tensor) -> Tensor:
-        """Returns random places [B, A] in rows [B, L + 1] with a whole block of tokens behind each."""
+        """Returns random roots [B, A] in rows [B, L + 1] that are followed by a whole block of tokens."""
         last = tokens.shape[1] - self.draft.config.block_size
         shape = len(tokens), self.plan.num_roots
         return torch.randint(1, last, shape, generator=self.generator, device=tokens.device)
@@ -151,7 +154,7 @@ class DraftTrainer:
         return entropies
 
     def run(self, report: Callable[[dict[str, object]], None]) -> dict[str, object]:
-        """Trains to the end and returns the summary; `report` is called with a line every `log_steps`."""
+        """Trains to the end and returns the summary; `report` is called with figures every `log_steps` steps."""
         plan, begun, steps = self.plan, time.perf_counter(), 0
         recent: list[Tensor] = []
         last: list[float] = []
@@ -175,12 +178,12 @@ class DraftTrainer:
 
 
 def frequent_tokens(tokens: Tensor, vocab_size: int, count: int, always: tuple[int, ...]) -> Tensor:
-    """Returns the ids [count], ascending, of the most frequent tokens and `always`."""
+    """Returns the ids [count], ascending, of the tokens in `always` and of the most frequent others."""
     counts = torch.bincount(tokens.flatten().long(), minlength=vocab_size)
     counts[list(always)] = counts.max() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def rarest_token(tokens: Tensor, vocab_size: int) -> int:
-    """Returns the id of the token that is least often there, the lowest of several."""
+    """Returns the id of the least frequent token, the lowest of several."""
     return int(torch.bincount(tokens.flatten().long(), minlength=vocab_size).argmin())

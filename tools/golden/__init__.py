@@ -1,1 +1,1 @@
-"""Golden files: cases, and Hugging Face transformers as the oracle."""
+"""The parts of `tools/make_golden.py`: the cases of golden files, and oracles, most of them on transformers."""

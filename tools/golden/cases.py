@@ -1,4 +1,4 @@
-"""The tiny models of the golden files: config.json as a checkpoint would carry it, and the context asked for."""
+"""The tiny models of the golden files: each a config.json as a checkpoint would have it, and a context length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LLAMA = LLAMA | _SIZES
 _MINICPM = MINICPM | _SIZES | {"dim_model_base": 32}
 
 NUM_PROMPT = 70
-"""More than a page of 64 tokens."""
+"""The tokens of a prompt: more than a page of 64 tokens."""
 NUM_NEW = 26
 CONTEXT = NUM_PROMPT + NUM_NEW
 
@@ -26,7 +26,7 @@ _LISTS = {"short_factor": _SHORT_FACTOR, "long_factor": _LONG_FACTOR}
 
 @dataclass(frozen=True)
 class Case:
-    """One golden file. `max_context` None: the model's own."""
+    """The model of one golden file. `max_context` is the context asked for, None for the model's own."""
 
     name: str
     config: dict[str, Any]
@@ -39,7 +39,7 @@ def _changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def _new_spelling(base: dict[str, Any], rope: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Returns a config with the names of transformers 5, rope_parameters and dtype."""
+    """Returns a config in the spelling of transformers 5, with `rope_parameters` and `dtype`."""
     rope = {"rope_theta": 10000.0, "rope_type": "default"} | rope
     return _changed(base, rope_theta=None, torch_dtype=None, dtype="float32", rope_parameters=rope, **changes)
 

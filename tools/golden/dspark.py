@@ -1,6 +1,6 @@
-"""DSpark drafts in torch and float64, written from the algorithm: no cache, the whole text anew for every block.
+"""DSpark drafts in torch and float64, written from the algorithm, without a cache: each block reads the whole text.
 
-The target is Hugging Face transformers', whose hidden states and head are taken as they are.
+The target is a model of Hugging Face transformers, whose hidden states and head are used unchanged.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _DRAFT | {"block_size": 4, "num_hidden_layers": 1, "target_layer_ids": [2, 0, 1], "num_key_value_heads": 4},
     ),
 }
-"""Config.json of a target and of its draft, by the name of the file."""
+"""Name of the golden file -> config.json of the target and of its draft."""
 
 
 @dataclass(frozen=True)
 class DraftedBlock:
-    """What the oracle gives for one block of T tokens: `margin` is the smallest gap between the best two choices."""
+    """The oracle's result for one block of T tokens; `margin` is the smallest gap between the best two choices."""
 
     tokens: list[int]
     confidences: list[float]
@@ -48,7 +48,7 @@ class DraftedBlock:
 
 
 class DSparkOracle(Oracle):
-    """A target of transformers with a draft on given weights."""
+    """The oracle: a target of transformers and a draft, both with given weights."""
 
     def __init__(self, target: Mapping[str, Any], tensors: Tensors, draft: Mapping[str, Any], drafting: Tensors):
         super().__init__(target, tensors, None)
@@ -56,7 +56,7 @@ class DSparkOracle(Oracle):
         self._tensors = {name: torch.from_numpy(np.array(values, np.float64)) for name, values in drafting.items()}
 
     def block(self, text: list[int]) -> DraftedBlock:
-        """Returns the block behind a text, whose last token is the anchor."""
+        """Returns the block drafted after a text, whose last token is the anchor."""
         with torch.no_grad():
             output = self._model(torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True)
         tapped = [output.hidden_states[layer + 1][0].double() for layer in self._config["target_layer_ids"]]
@@ -100,7 +100,7 @@ class DSparkOracle(Oracle):
         return x + (F.silu(gate) * up) @ self._tensors[f"{name}mlp.down_proj.weight"].T
 
     def _heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns [heads, T, head_dim], normalised where there is a norm for them."""
+        """Returns the heads [heads, T, head_dim] of a projection, normalised if the draft has a norm for them."""
         heads = (x @ self._tensors[f"{name}proj.weight"].T).unflatten(1, (-1, self._config["head_dim"])).transpose(0, 1)
         return self._norm(heads, f"{name}norm") if f"{name}norm.weight" in self._tensors else heads
 

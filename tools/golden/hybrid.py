@@ -30,7 +30,7 @@ _BASE = MINICPM | {
 
 
 def _case(mixers: str, heads: int, **changes: Any) -> dict[str, Any]:
-    """`mixers`: a letter for each layer, a for attention and l for lightning attention."""
+    """Return a config.json. `mixers` has a letter for each layer: a for attention, l for lightning attention."""
     names = {"a": "minicpm4", "l": "lightning-attn"}
     sizes = {"num_hidden_layers": len(mixers), "mixer_types": [names[mixer] for mixer in mixers]}
     return _BASE | sizes | {"lightning_nh": heads, "lightning_nkv": heads} | changes
@@ -51,7 +51,7 @@ CASES = {
 
 
 def slopes(num_heads: int) -> list[float]:
-    """Returns ALiBi's slopes as its authors compute them, by recursion."""
+    """Returns ALiBi's slopes, computed by recursion as its authors do."""
     power = 2 ** int(np.log2(num_heads))
     if power == num_heads:
         start = 2 ** (-(2 ** -(np.log2(num_heads) - 3)))
@@ -60,7 +60,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 class HybridOracle(GreedyOracle):
-    """A model on given weights."""
+    """The oracle: a MiniCPM-SALA model with given weights."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors):
         self._config = config
@@ -69,7 +69,7 @@ class HybridOracle(GreedyOracle):
 
     @property
     def gap(self) -> float:
-        """The gap of `SparseAttention`; infinite where nothing is chosen."""
+        """The gap of `SparseAttention`; infinite for a model without sparse attention."""
         return float("inf") if self._sparse is None else self._sparse.gap
 
     def logits(self, token_ids: list[int]) -> NDArray[np.float32]:
@@ -122,7 +122,7 @@ class HybridOracle(GreedyOracle):
         return mixed @ self._tensors[f"{name}o_proj.weight"].T
 
     def _heads(self, x: torch.Tensor, name: str, dim: int) -> torch.Tensor:
-        """Returns [heads, T, dim]."""
+        """Returns the heads [heads, T, dim] of a projection."""
         return (x @ self._tensors[f"{name}.weight"].T).unflatten(1, (-1, dim)).transpose(0, 1)
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:

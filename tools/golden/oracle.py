@@ -1,10 +1,9 @@
 """Hugging Face transformers as the oracle: fp32, eager attention, no KV cache.
 
-MiniCPM checkpoints run as the Llama they are once their scales are folded into fp32 weights:
-embeddings * scale_emb, o_proj and down_proj * scale_depth / sqrt(layers), head / (hidden_size / dim_model_base). With
-experts they run as the Mixtral that they are then, whose experts' matrices are stacked. MiniCPM3 has its own class,
-which knows the scales. The activation fatrelu, which transformers does not know, is torch's own Threshold in place of
-SiLU.
+MiniCPM checkpoints run as a Llama, into whose fp32 weights their scales are folded: embeddings * scale_emb, o_proj and
+down_proj * scale_depth / sqrt(layers), head / (hidden_size / dim_model_base). With experts they run as a Mixtral, with
+the experts' matrices stacked. MiniCPM3 has its own class in transformers, which knows the scales. The activation
+fatrelu, which transformers does not know, is torch's Threshold in place of SiLU.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ def has_experts(config: Mapping[str, Any]) -> bool:
 
 
 def _of_family(config: Mapping[str, Any], kind: str) -> Any:
-    """Returns the class of transformers for a model's family, such as LlamaConfig for `kind` "Config"."""
+    """Returns a class of transformers for the family of a model, such as LlamaConfig for `kind` "Config"."""
     family = "Llama" if is_minicpm(config) else config["architectures"][0].removesuffix("ForCausalLM")
     family = "Mixtral" if has_experts(config) else family
     return getattr(transformers, family + kind)
 
 
 def hugging_face_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns the configuration object of a config.json; for MiniCPM that of its folded Llama."""
+    """Returns transformers' configuration object for a config.json; for MiniCPM that of the folded Llama or Mixtral."""
     settings = copy.deepcopy(dict(config))
     if is_minicpm(config):
         for key in _MUP_KEYS:
@@ -61,7 +60,7 @@ def hugging_face_config(config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def fold(config: Mapping[str, Any], tensors: Tensors) -> dict[str, NDArray[np.float32]]:
-    """Returns the weights of the Llama that a MiniCPM checkpoint is once its scales are folded in."""
+    """Returns the weights of a MiniCPM checkpoint as those of a Llama, with its scales folded in."""
     head_name = "model.embed_tokens.weight" if config.get("tie_word_embeddings", True) else "lm_head.weight"
     residual = np.float32(config["scale_depth"] / sqrt(config["num_hidden_layers"]))
     folded = {}
@@ -75,7 +74,7 @@ def fold(config: Mapping[str, Any], tensors: Tensors) -> dict[str, NDArray[np.fl
 
 
 def stack_experts(config: Mapping[str, Any], tensors: Tensors) -> dict[str, NDArray[np.float32]]:
-    """Returns the weights with those of each layer's experts as Mixtral has them: [E, 2 F, C] and [E, C, F]."""
+    """Returns the weights with each layer's experts stacked as Mixtral has them: [E, 2 F, C] and [E, C, F]."""
     stacked = {name: values for name, values in tensors.items() if ".experts." not in name}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}.mlp.experts."
@@ -88,14 +87,14 @@ def stack_experts(config: Mapping[str, Any], tensors: Tensors) -> dict[str, NDAr
 
 
 class GreedyOracle(ABC):
-    """What any oracle gives by its logits alone."""
+    """The base of oracles, which need only give logits."""
 
     @abstractmethod
     def logits(self, token_ids: list[int]) -> NDArray[np.float32]:
         """Returns the logits of every position, float32 [T, V]."""
 
     def greedy(self, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """Returns the greedy continuation, and the smallest margin between the best two logits on its way."""
+        """Returns the greedy continuation, and the smallest margin between the best two logits of its steps."""
         token_ids, margin = list(prompt), float("inf")
         for _ in range(count):
             last = self.logits(token_ids)[-1]
@@ -106,7 +105,7 @@ class GreedyOracle(ABC):
 
 
 class Oracle(GreedyOracle):
-    """A model of transformers on given weights; `limit` is the context that was asked for."""
+    """A model of transformers with given weights; `limit` is the context that was asked for."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors, limit: int | None):
         if is_minicpm(config):
@@ -122,8 +121,8 @@ class Oracle(GreedyOracle):
                 layer.mlp.act_fn = torch.nn.Threshold(config["hidden_act_param"], 0.0)
         self._model.load_state_dict({name: torch.from_numpy(np.array(t)) for name, t in tensors.items()}, strict=True)
         if made.rope_parameters["rope_type"] == "dynamic" and limit is not None:
-            # Dynamic NTK keeps the base of the longest sequence seen, as long as no shorter one than the native
-            # length follows: from here on every position rotates as in a sequence of `limit` tokens.
+            # Dynamic NTK keeps the base of the longest sequence seen, as long as no sequence shorter than the native
+            # length follows. After this call every position rotates as in a sequence of `limit` tokens.
             self.logits([0] * limit)
 
     def logits(self, token_ids: list[int]) -> NDArray[np.float32]:

@@ -1,6 +1,6 @@
-"""Golden files of quantised checkpoints: digests of the dequantised weights, and what transformers computes with them.
+"""Golden files of quantised checkpoints: digests of the dequantised weights, and tokens and logits of an oracle.
 
-Weights are dequantised in torch by the formulas of the projects that define the files, written out anew.
+Weights are dequantised in torch by the formulas of the projects that define the formats, written out anew.
 GPTQ: `dequantize_weight` of the torch kernel of GPTQModel, whose `convert_gptq_v1_to_v2_format` adds 0x11111111 to the
 words of v1 zero points. AWQ: `dequantize_gemm` of AutoAWQ. compressed-tensors: `unpack_from_int32` and `dequantize`.
 Marlin: the fragments of mma.m16n8k16 in the order of IST-DASLab/marlin (`_get_perms`), as CPM.cu writes them.
@@ -31,7 +31,7 @@ _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
 
 
 def golden_arrays(case: QuantisedCase) -> dict[str, Any]:
-    """Returns the entries of a case's file, for the first seed whose greedy path no rounding in fp32 can change."""
+    """Returns the entries of a case's file, for the first seed whose greedy tokens fp32 rounding cannot change."""
     for seed in range(MAX_SEEDS):
         raw = raw_tensors(case, seed)
         exact = {module: _dequantised(case, raw, module, torch.float32) for module, _, _ in modules(case)}
@@ -63,7 +63,7 @@ def golden_arrays(case: QuantisedCase) -> dict[str, Any]:
 
 
 def digest(values: NDArray[Any]) -> str:
-    """Returns the SHA-256 of the elements of a matrix, row after row."""
+    """Returns the SHA-256 of the elements of a matrix, row by row."""
     return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()
 
 
@@ -89,7 +89,7 @@ def _dequantised(case: QuantisedCase, raw: Tensors, module: str, dtype: torch.dt
 
 
 def _checkpoint(case: QuantisedCase, raw: Tensors, exact: dict[str, Tensor]) -> dict[str, NDArray[np.float32]]:
-    """Returns the tensors of the same checkpoint in fp32, with fused ones split."""
+    """Returns the tensors of the same checkpoint dequantised to fp32, with fused ones split."""
     tensors = {name: as_float32(stored) for name, stored in raw.items() if stored[0] == "F16" and "scale" not in name}
     for module, weight in exact.items():
         parent, _, last = module.rpartition(".")

@@ -37,15 +37,16 @@ CASES = {
     "group1": _case(2, 2, init_blocks=0, window_size=128, topk=3, dense_len=320, use_nope=False),
     "nope": _case(4, 1, init_blocks=2, window_size=64, topk=5, dense_len=-1, use_nope=True),
 }
-"""dense_len is at most what the chosen blocks hold: above it the official code decides by the length of the call."""
+"""Name of the golden file -> config.json. dense_len is at most the tokens that the chosen blocks hold: for larger
+values the official code decides by the length of the call."""
 
 
 @dataclass
 class SparseAttention:
     """The attention of a model whose sequences begin at position 0.
 
-    `gap` is the smallest relative distance so far between the score of a block that was chosen and of one that was not,
-    equal ones aside.
+    `gap` is the smallest relative distance so far between the scores of the last block chosen and the first one left
+    out, ties aside. `settings` is the sparse_config; `rotary` is needed only for `use_nope`.
     """
 
     settings: Mapping[str, Any]
@@ -62,7 +63,7 @@ class SparseAttention:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attends: query [1, H, T, D]; key, value [1, K, T, D] -> [1, T, H, D]."""
+        """Return the attention output [1, T, H, D] of query [1, H, T, D] over key and value [1, K, T, D], and None."""
         query, key, value = query[0], key[0], value[0]
         scored = (self._unrotated(query), self._unrotated(key)) if self.settings["use_nope"] else (query, key)
         num_tokens, group = query.shape[1], query.shape[0] // key.shape[0]
@@ -76,7 +77,7 @@ class SparseAttention:
         return (weights @ value.repeat_interleave(group, dim=0)).transpose(0, 1)[None], None
 
     def _blocks(self, query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Returns which blocks each token looks at: bool [K, T, blocks]."""
+        """Returns which blocks each token attends to: bool [K, T, blocks]."""
         num_heads, num_tokens, head_dim = key.shape
         fine, coarse = (key.unfold(1, size, stride).mean(-1) for size, stride in ((32, 16), (128, 64)))
         index = torch.arange(num_tokens)[:, None]
@@ -96,7 +97,7 @@ class SparseAttention:
         always = (block < self.settings["init_blocks"]) | ((block <= own) & (block >= own - local))
         pooled = pooled.masked_fill(always, float("inf")).masked_fill(block > own, float("-inf"))
         budget = min(self.settings["topk"] + local, num_blocks)
-        # Neighbouring blocks share a window and often tie; the official topk leaves open which of them comes first.
+        # Neighbouring blocks share a pooling window and often tie; the official topk leaves the order of ties open.
         ranked = pooled.sort(dim=-1, descending=True, stable=True)
         if budget < num_blocks:
             last, first_left = ranked.values[..., budget - 1], ranked.values[..., budget]
@@ -106,7 +107,7 @@ class SparseAttention:
         return chosen & (block <= own)
 
     def _unrotated(self, heads: torch.Tensor) -> torch.Tensor:
-        """Rotates heads back by the angle of each position."""
+        """Returns rotated heads turned back by the angle of each position."""
         assert self.rotary is not None
         cos, sin = self.rotary(heads, torch.arange(heads.shape[1])[None])
         half = heads.shape[-1] // 2
@@ -115,7 +116,7 @@ class SparseAttention:
 
 
 class SparseOracle(Oracle):
-    """A MiniCPM model in transformers whose attention is `attention`."""
+    """A MiniCPM model in transformers that uses `attention` as its attention."""
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors):
         settings = copy.deepcopy(dict(config))
@@ -127,5 +128,5 @@ class SparseOracle(Oracle):
 
     @property
     def gap(self) -> float:
-        """The gap of the attention."""
+        """The `gap` of the attention."""
         return self.attention.gap

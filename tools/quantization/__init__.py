@@ -1,1 +1,1 @@
-"""Measures what quantised weights cost: `tools/eval_quantized.py`."""
+"""The parts of `tools/eval_quantized.py`, which measures what quantised weights cost in quality."""

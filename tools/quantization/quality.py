@@ -17,7 +17,7 @@ from cpmrt.reference.sampling import log_softmax
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Windows of token ids, BOS first, of text that the demo model was not trained on, and what they are made of."""
+    """Windows of token ids, BOS first, of text that the demo model was not trained on, and a note on that text."""
 
     windows: tuple[tuple[int, ...], ...]
     bytes_a_token: float
@@ -30,10 +30,10 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """For every predicted token, window after window: its negative log-probability, and which token was likeliest.
+    """Negative log-probabilities (`losses`) and likeliest tokens (`choices`) at every predicted token, by window.
 
-    `divergences`: the Kullback-Leibler divergence from the exact model's distribution, in nats. `log_probs` [T, V] are
-    kept of the exact model alone, in half precision.
+    `divergences` are Kullback-Leibler divergences from the exact model's distribution, in nats. `log_probs` [T, V] are
+    kept only for the exact model, in half precision.
     """
 
     losses: Sequence[F32]
@@ -42,18 +42,21 @@ class Outcome:
     log_probs: Sequence[Array] = ()
 
     def divergence(self) -> float:
-        """Return the mean divergence of a token, in nats."""
+        """Return the mean divergence per token, in nats."""
         return float(np.concatenate(self.divergences).mean(dtype=np.float64))
 
     def bits_a_byte(self, held_out: HeldOut) -> float:
         return float(np.concatenate(self.losses).mean(dtype=np.float64)) / log(2) / held_out.bytes_a_token
 
     def perplexity(self) -> float:
-        """Return the perplexity of a token."""
+        """Return the perplexity per token."""
         return float(np.exp(np.concatenate(self.losses).mean(dtype=np.float64)))
 
     def extra_bits(self, exact: Outcome, held_out: HeldOut) -> tuple[float, float]:
-        """Return the bits a byte above `exact` and their standard error, by pairs of windows: the text cancels out."""
+        """Return the bits a byte above those of `exact`, and their standard error over windows.
+
+    Losses are compared window by window, so that differences between texts cancel out.
+    """
         ratio = log(2) * held_out.bytes_a_token
         pairs = zip(self.losses, exact.losses, strict=True)
         differences = np.array([float((ours - theirs).mean()) for ours, theirs in pairs]) / ratio
@@ -65,9 +68,9 @@ class Outcome:
 
 
 def standard_library_texts(held_out: bool) -> list[tuple[str, str]]:
-    """Return names and texts of this Python's modules that the demo model was (not) trained on.
+    """Return names and texts of the modules of this Python that the demo model's training left out, or used.
 
-    The rule is that of its training, which goes by the path alone, so it holds for any Python version.
+    Its training chose modules by their path alone, so that the same rule holds for any Python version.
     """
     source = standard_library()
     wanted = (path for path in source.paths if is_wanted(Path(path)))
@@ -77,7 +80,7 @@ def standard_library_texts(held_out: bool) -> list[tuple[str, str]]:
 
 
 def held_out_windows(llm: LLM, num_tokens: int, length: int) -> HeldOut:
-    """Cut about `num_tokens` tokens out of held-out modules, from all of them in turn."""
+    """Return windows of `length` tokens, about `num_tokens` in all, from the beginnings of held-out modules first."""
     if llm.tokenizer is None or llm.config.bos_token_id is None:
         raise ValueError("the model has no tokenizer with a BOS token")
     source, texts = standard_library(), standard_library_texts(held_out=True)
@@ -93,7 +96,7 @@ def held_out_windows(llm: LLM, num_tokens: int, length: int) -> HeldOut:
 
 
 def measure(llm: LLM, held_out: HeldOut, exact: Outcome | None = None) -> Outcome:
-    """Run the model over every window; without an `exact` outcome to compare with it is the exact model itself."""
+    """Run the model over every window. Without `exact`, the outcome to compare with, it is the exact model itself."""
     losses, choices, divergences, kept = [], [], [], []
     for number, window in enumerate(held_out.windows):
         logits = llm.logits(window)[:-1]

@@ -1,1 +1,1 @@
-"""What sparse attention loses against dense: found statements, likelihoods, and the attention that it leaves out."""
+"""The parts of `tools/eval_sparse.py`, which measures what sparse attention loses against dense attention."""

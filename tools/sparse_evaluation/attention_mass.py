@@ -1,6 +1,6 @@
-"""Measures how much of the dense attention lies inside the blocks that would be chosen, exactly, layer by layer.
+"""Measures the exact share of dense attention that lies inside the blocks that would be chosen, layer by layer.
 
-The hidden states are those of dense attention, so that a layer is judged by itself.
+The hidden states are those of dense attention, so that each layer is judged by itself.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from cpmrt.reference.sparse_attention import block_scores, choose_blocks, compre
 
 @dataclass(frozen=True)
 class Shares:
-    """Attention shares of a row of a layer, [K, G] for each KV head and its query heads: inside the chosen blocks, and
-    inside the best blocks that could have been chosen instead."""
+    """The attention shares of a row in a layer, [K, G] for each KV head and its query heads.
+
+    `chosen` is the share inside the chosen blocks, `best` that inside the best blocks that could have been chosen.
+    """
 
     chosen: F32
     best: F32
 
 
 class MassProbe(NumpyOps):
-    """The NumPy ops with dense attention throughout, which record what a choice of blocks would cover.
+    """NumPy ops with dense attention throughout, which record the attention that a choice of blocks would cover.
 
-    They do so at those of the `positions` that leave blocks out under a config: `shares[number of the config][layer]`.
+    They record it in `shares[index of the config][layer]`, at those of the `positions` that leave blocks out under that
+    config.
     """
 
     def __init__(self, dtype: DType, configs: Sequence[SparseConfig], num_layers: int, positions: Collection[int]):
@@ -47,7 +50,7 @@ class MassProbe(NumpyOps):
 
     @classmethod
     def attached(cls, llm: LLM, configs: Sequence[SparseConfig], positions: Collection[int]) -> MassProbe:
-        """Makes a probe and puts it in the place of a reference executor's ops; its model is sparse for every token."""
+        """Returns a probe that replaces the ops of a NumPy executor, whose model must be sparse for every token."""
         executor = llm.executor
         assert isinstance(executor, ReferenceExecutor)
         probe = cls(executor.ops.dtype, configs, llm.config.num_layers, positions)
@@ -57,7 +60,7 @@ class MassProbe(NumpyOps):
     def select_blocks(
         self, blocks: Array, q: F32, kv: KVPages, rows: Rows, scale: float, config: SparseConfig
     ) -> None:
-        """Records the shares; `blocks` and `config`, those of the model, are left alone."""
+        """Records the shares. The model's own `blocks` and `config` are not used."""
         layer = self._calls % self.num_layers
         self._calls += 1
         for row, position in enumerate(rows.positions.tolist()):
@@ -74,12 +77,12 @@ class MassProbe(NumpyOps):
                 self.shares[index][layer].append(shares(mass, scores, position, self.configs[index]))
 
     def prefill_attention(self, *operands: Any, selection: Selection | None = None, **others: Any) -> None:
-        """Attends densely, whatever was selected."""
+        """Computes dense attention, whatever blocks were selected."""
         super().prefill_attention(*operands, **others)
 
 
 def block_mass(groups: F32, keys: F32, scale: float) -> F32:
-    """Returns the attention in each block, [K, G, blocks], of a row's q [K, G, D] over its keys [K, tokens, D]."""
+    """Returns the share of attention in each block, [K, G, blocks], for a row's q [K, G, D] and keys [K, tokens, D]."""
     num_blocks = pages_for(keys.shape[1])
     weights = np.exp(log_softmax(groups @ keys.transpose(0, 2, 1) * np.float32(scale)))
     padded = np.pad(weights, ((0, 0), (0, 0), (0, num_blocks * PAGE_SIZE - keys.shape[1])))
@@ -90,7 +93,7 @@ def block_mass(groups: F32, keys: F32, scale: float) -> F32:
 def shares(mass: F32, scores: F32, position: int, config: SparseConfig) -> Shares:
     """Returns the shares of a row that leaves blocks out, from `block_mass` and `block_scores`.
 
-    The best blocks are those with the most attention of all heads of a group together, with the forced ones in place.
+    The best blocks are those with the most attention summed over the heads of a group, beside the forced blocks.
     """
     own = position // PAGE_SIZE
     ideal = mass.sum(axis=1)[:, :own]
@@ -102,9 +105,9 @@ def shares(mass: F32, scores: F32, position: int, config: SparseConfig) -> Share
 
 
 def summary(layers: Mapping[int, Sequence[Shares]]) -> dict[str, float]:
-    """Returns means over rows, layers and heads, tenth percentiles and means of the worst layer.
+    """Returns the mean over rows, layers and heads, the tenth percentile, and the mean of the worst layer.
 
-    Rows that leave nothing out do not count.
+    Rows that leave no blocks out do not count.
     """
     if not layers:
         return {}

@@ -16,7 +16,7 @@ from sparse_evaluation.needles import logit_chunks
 
 @dataclass(frozen=True)
 class Predictions:
-    """Some positions of a text, int64 [N], and log-probabilities of the token after each, float32 [N, V]."""
+    """Some positions of a text, int64 [N], and the log-probabilities of the next token at each, float32 [N, V]."""
 
     positions: Tokens
     log_probs: F32
@@ -35,7 +35,7 @@ class Divergence:
 
 
 def predictions(llm: LLM, window: Tokens, stride: int) -> Predictions:
-    """Returns the predictions at every `stride`-th position of a window, but its last."""
+    """Returns the predictions at every `stride`-th position of a window, without its last position."""
     positions, parts = [], []
     for first, logits in logit_chunks(llm, window.tolist()):
         at = np.arange(first, first + len(logits))
@@ -48,7 +48,7 @@ def predictions(llm: LLM, window: Tokens, stride: int) -> Predictions:
 def divergences(
     windows: Sequence[Tokens], dense: Sequence[Predictions], ours: Iterator[Predictions], edges: Sequence[int]
 ) -> list[Divergence]:
-    """Returns the divergence from `dense` for each two neighbouring `edges` that positions lie between."""
+    """Returns the divergence from `dense` in each span between neighbouring `edges` that has positions."""
     positions, losses, kls, equal = [], [], [], []
     for window, theirs, own in zip(windows, dense, ours, strict=True):
         following = window[own.positions + 1]

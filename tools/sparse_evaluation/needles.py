@@ -1,6 +1,6 @@
-"""Long held-out text, and statements hidden in it at known depths, all of them asked for at its end.
+"""Makes long held-out texts with statements hidden at known depths and asked for at the end, and measures answers.
 
-The text is documents of the packages at hand that the demo model was not trained on, end to end.
+The text consists of documents of the installed packages that the demo model was not trained on, end to end.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from cpmrt.dtypes import F32
 from cpmrt.engine.loan import borrowed_slot
 
 DEPTHS = 10
-"""Equal parts of the text, from its beginning to its end."""
+"""The number of equal parts into which a text is divided from its beginning to its end."""
 
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """The tokens of a text, each document between <s>, which is `bos`, and </s>, and what it is made of."""
+    """The tokens of a text, each document between <s> (`bos`) and </s>; `provenance` says which documents it has."""
 
     token_ids: Tokens
     bos: int
@@ -39,7 +39,7 @@ class HeldOutText:
 
 
 def held_out_text(tokenizer: Tokenizer, bos: int, eos: int) -> HeldOutText:
-    """Collects the documents that training left out. It goes by paths alone, so any version of a package will do."""
+    """Collects the documents that training left out. It chose by path alone, so any version of a package will do."""
     packages, _ = installed_packages()
     pieces: list[np.ndarray] = []
     names: set[str] = set()
@@ -62,7 +62,8 @@ def _documents(source: Source) -> list[str]:
 class Haystack:
     """A text with hidden statements, which ends with the questions and their answers.
 
-    `answers` [N, VALUE_WORDS] are the positions of these, `depths` [N] the part of the text that has each statement.
+    `answers` [N, VALUE_WORDS] are the positions of the answers' tokens, `depths` [N] the part of the text that has each
+    statement.
     """
 
     token_ids: Tokens
@@ -75,7 +76,7 @@ def make_haystack(
 ) -> Haystack:
     """Makes a haystack of `length` tokens, `per_depth` statements in each part, the questions in random order.
 
-    Raises ValueError where the text or the length has no room.
+    Raises ValueError if the length has no room for them, or the text is too short.
     """
     count = DEPTHS * per_depth
     body = length - count * statements.length
@@ -96,7 +97,7 @@ def make_haystack(
 
 
 def logit_chunks(llm: LLM, token_ids: Sequence[int], first: int = 0) -> Iterator[tuple[int, F32]]:
-    """Yields (position of the first row, logits [rows, V]) of all positions from `first` on, a chunk at a time."""
+    """Yields (first position, logits [rows, V]) for all positions from `first` on, a chunk at a time."""
     ids, start = tuple(map(int, token_ids)), 0
     with borrowed_slot(llm.engine, len(ids)) as (slot, block_table):
         for logits in llm.executor.prompt_logits(slot, ids, block_table):
@@ -115,7 +116,7 @@ def found(llm: LLM, haystack: Haystack) -> Mask:
 
 
 def found_by_decoding(llm: LLM, haystack: Haystack, index: int) -> bool:
-    """Tells whether one question is answered, by generating the answer."""
+    """Tells whether the question `index` is answered right, by generating its answer."""
     first = int(haystack.answers[index, 0])
     params = SamplingParams(max_new_tokens=VALUE_WORDS, temperature=0.0, ignore_eos=True)
     given = llm.generate(haystack.token_ids[:first].tolist(), params).token_ids

@@ -1,4 +1,4 @@
-"""Counts the blocks that neighbouring tokens choose together, which a kernel that takes several of them must read."""
+"""Counts the blocks that neighbouring tokens choose together: a kernel that takes several tokens must read them all."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ NEIGHBOURS = (4, 8, 12, 16)
 
 
 class ChoiceProbe:
-    """Takes the place of an executor's op `select_blocks` and keeps what it chose in some chunks of one prefill.
+    """Wraps an executor's op `select_blocks`, and keeps the blocks that it chose in some chunks of one prefill.
 
-    `choices[first position of the chunk][layer]` is int32 [chunk, K, W]. Chunks of `chunk` tokens, from position 0 on.
+    The prefill must have chunks of `chunk` tokens from position 0 on; `wanted` are first positions of chunks.
+    `choices[first position of the chunk][layer]` is int32 [chunk, K, W].
     """
 
     def __init__(self, llm: LLM, chunk: int, wanted: Collection[int]):
@@ -39,7 +40,7 @@ class ChoiceProbe:
 
 
 def unions(blocks: Array, together: int) -> NDArray[np.float64]:
-    """Returns [K], the mean number of blocks of [rows, K, W] that `together` neighbours choose between them."""
+    """Returns, per KV head [K], the mean number of different blocks in `together` neighbouring rows of [rows, K, W]."""
     rows, num_heads, _ = blocks.shape
     groups = blocks[: rows // together * together].reshape(-1, together, num_heads, blocks.shape[2])
     chosen = np.zeros((len(groups), num_heads, int(blocks.max()) + 1), bool)
@@ -50,14 +51,17 @@ def unions(blocks: Array, together: int) -> NDArray[np.float64]:
 
 
 def chance(position: int, together: int, config: SparseConfig) -> float:
-    """Returns how many blocks neighbours of one block would choose together on average if scores were random."""
+    """Returns the mean number of blocks that `together` neighbours would choose if their scores were random.
+
+    They are assumed to lie in the block of `position`.
+    """
     free = position // PAGE_SIZE - config.local_blocks - config.init_blocks
     forced = config.num_selected - config.num_scored
     return float(forced + free * (1 - (1 - config.num_scored / free) ** together))
 
 
 def summary(layers: Sequence[Array], last: int, config: SparseConfig) -> dict[str, Any]:
-    """Returns means [layers][K] and chance by number of neighbours, from a chunk's choices, a layer each.
+    """Returns the mean unions [layers][K] and `chance`, by number of neighbours, from a chunk's choices in each layer.
 
     `last` is the position of the chunk's last row.
     """

@@ -1,4 +1,4 @@
-"""The settings that are compared, and the results kept in JSON as Markdown tables and as a picture."""
+"""The settings that are compared, and functions that show stored results as Markdown tables and as a picture."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Results = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of every table: its label, and what LLM takes as `sparse`."""
+    """A setting of sparse attention, which is a row of every table: its label, and the argument `sparse` of LLM."""
 
     label: str
     sparse: SparseSetting
 
     @property
     def config(self) -> SparseConfig | None:
-        """The configuration for a model without a sparse_config of its own."""
+        """The configuration that the setting gives a model without a sparse_config of its own."""
         return SparseConfig.from_hf(with_sparse_setting({}, self.sparse), self.label)
 
     @property
     def budget(self) -> str:
-        """The number of blocks that a token looks at, and how many of them are chosen by score."""
+        """The number of blocks that a token attends to, and in brackets how many of them are chosen by score."""
         config = self.config
         return "all" if config is None else f"{config.num_selected} ({config.num_scored})"
 
@@ -56,7 +56,7 @@ SETTINGS = (
 
 
 def tables(results: Results) -> Iterator[str]:
-    """Yields a table for every part that there is, with what was measured above it."""
+    """Yields a table for every part with results, below a line that says what was measured."""
     writers = {"needles": _needles, "text": _text, "mass": _mass, "asked": _asked, "unions": _unions}
     for part, write in writers.items():
         if part in results:
