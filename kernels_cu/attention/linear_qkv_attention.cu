@@ -75,6 +75,7 @@ struct Product {
 #pragma unroll
     for (int u = 0; u < kOwnUnits; u++) norms[u][0] = load16_past_l1(norm + at.column(u)), norms[u][1] = load16_past_l1(norm + at.column(u) + 32);
   }
+  DEVICE void prepare() const {}
   DEVICE void wait() const { cp_async_wait_all(); }
   DEVICE float multiply(const scalar_t* x, const scalar_t*, float eps) const {
     uint4 v[kOwnUnits][2];

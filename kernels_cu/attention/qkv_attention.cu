@@ -53,6 +53,7 @@ struct Product {
   WeightStream& weights;
 
   DEVICE void prefetch(const scalar_t* norm) { RowPieces::prefetch_norm(norm); }
+  DEVICE void prepare() const { wait(); }
   DEVICE void wait() const {
     for (int round = 0; round < HEAD_ROUNDS; round++)
       if (at.tile(round) < weights.num_tiles) mbarrier_wait(weights.barriers + round * 8, 0);

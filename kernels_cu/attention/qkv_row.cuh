@@ -2,6 +2,7 @@
 // product qkv, of which it makes the rows that a KV head needs:
 //   Place                  the calling lane's place; Weights: its constructor asks for the weights of the block's tiles
 //   prefetch(norm)         loads what it needs of the norm's weights
+//   prepare()              before pdl_wait, waits for what surely comes before x
 //   wait()                 waits until the weights are there
 //   multiply(x, norm, eps) after pdl_wait, stores the sums of a tile's rows for each round and run of K; returns the factor that they need
 //   partial(run, round)    where these lie, 8 bytes for a row and its partner, once all warps have stored theirs
@@ -150,9 +151,13 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
                static_cast<int64_t>(kv_head * kPageTokens + position % kPageTokens) * HEAD_DIM;
   }
 
+  const int first_pages = min(cut.run_pages, cut.num_pages - rank * cut.run_pages);  // of the block's first run
+  const bool is_filled = rank < cut.num_runs && rank + kCluster >= cut.num_runs && first_pages <= STAGES;
+  product.prepare();
+
   pdl_wait();
   pdl_launch_dependents();  // only now: so kernels after the next one may read early what was written before this kernel
-  if (is_padding) {
+  if (__builtin_expect(is_padding, false)) {
     cluster_wait();
     product.wait();  // a block does not end while something is copied to it
     if (rank == 0 && attends) attention::store_zeros(out, heads);
@@ -167,22 +172,24 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
   mbarrier_wait(row_barrier, 0);
   attention::Target target = {out, partials + static_cast<int64_t>(kv_head) * (num_splits / kCluster) * attention::kVectors * 5, 0,
                               cut.clusters()};
-  const bool has_one_run = rank + kCluster >= cut.num_runs;
   attention::WarpState state;
   attention::load_query(state, shared_address(own));
   added.take(row);
   stream.received = row;
+  // A short row has one run a block, whose pages came with fill(). It is attended to outside of the loop, whose code is long.
+  attention::begin_run(state);
+  if (__builtin_expect(is_filled, true))
+    attention::attend_filled(state, stream, keys, cut.first_page + rank * cut.run_pages, first_pages, scale * attention::kLog2e);
   for (; target.cluster < target.used_clusters; ++target.cluster) {
     const int turn = target.cluster, members = min(kCluster, cut.num_runs - turn * kCluster), run = turn * kCluster + rank;
     if (turn > 0 && rank >= members) cluster_wait();  // a block without a run takes part in the barrier below too
     if (rank < members) {
       const int page = cut.first_page + run * cut.run_pages, pages = min(cut.run_pages, cut.first_page + cut.num_pages - page);
       attention::Stream::Place room;
-      attention::begin_run(state);
-      if (has_one_run && pages <= STAGES) {
-        attention::attend_filled(state, stream, keys, page, pages, scale * attention::kLog2e);
+      if (turn == 0 && is_filled) {
         room.k_tile = stream.ring;
       } else {
+        attention::begin_run(state);
         attention::attend(state, stream, keys, page, pages, scale * attention::kLog2e, [] {});
         room = stream.advance();
       }

@@ -153,6 +153,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
     visit_pairs(0, 0, num_tiles, T, [&](int i, int tile, int row, int, int) { epilogue.guess_angle(i, tile, row); });
   }
   if constexpr (LINEAR == 4) epilogue.look_up();
+  if constexpr (kJoinsRounds && kEarlySlots >= KEPT_ROUNDS) weights.wait_for_rounds(KEPT_ROUNDS);   // they come long before x
   pdl_wait();
   if (!kResident) activations.start_stages();
   if constexpr (CLUSTERS) cluster_wait();
@@ -186,6 +187,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
   if constexpr (kFetchesAhead) ahead.fetch(at);
   if constexpr (kJoinsRounds) {
     if (PREPARED || kLooksLate) look(0);
+    if constexpr (kEarlySlots < KEPT_ROUNDS) weights.wait_for_rounds(KEPT_ROUNDS);
     Sums out[KEPT_ROUNDS] = {};
     accumulate_rounds(out, weights, activations, at);
     epilogue.settle(), scale.keep(prepared_scale, T);

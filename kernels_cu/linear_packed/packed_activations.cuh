@@ -27,6 +27,11 @@ struct RowScale {
   }
 };
 
+// Whether a warp has one slice of the one row, in its lower half (RowPieces::piece).
+constexpr bool kHasWarpSlices = ROWS == 1 && IN_FEATURES <= 128 * kRowWarps;
+// Whether each thread has just one piece of the one row: no branch comes before its load.
+constexpr bool kHasThreadPieces = ROWS == 1 && kPieces == kRowThreads;
+
 // x in shared memory: all that the block reads of it, or a few stages of it at a time.
 struct Activations {
   const Lane& at;
@@ -50,8 +55,9 @@ struct Activations {
 #pragma unroll
       for (int i = 0; i < kThreadPieces; i++) {
         const int token = b * kTeams + team;
-        if (token < T && in_team && RowPieces::piece(i) < kPieces)
-          v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * kRowPitch + RowPieces::piece(i) * 8);
+        const bool exists = RowPieces::piece(i) < kPieces;
+        if (kHasThreadPieces) v[b][i] = load16_past_l1(x + RowPieces::piece(i) * 8);
+        else if (token < T && in_team && exists) v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * kRowPitch + RowPieces::piece(i) * 8);
       }
     RowPieces row_pieces;
     row_pieces.load_norm(norm);
@@ -66,9 +72,10 @@ struct Activations {
       for (int i = 0; i < kThreadPieces; i++) {
         stay_behind(v[b][i]);
         entering[i] = weighted(v[b][i], row_pieces.norm[i]);
-        if (RowPieces::piece(i) < kPieces) square = square_sum(v[b][i], square);
       }
-      enter_products(rows(), entering, [&](int i) { return Entry{RowPieces::piece(i), token, is_mine && RowPieces::piece(i) < kPieces}; });
+#pragma unroll
+      for (int i = 0; i < kThreadPieces; i++) square = RowPieces::piece(i) < kPieces ? square_sum(v[b][i], square) : square;
+      enter_products<kHasWarpSlices>(rows(), entering, [&](int i) { return Entry{RowPieces::piece(i), token, is_mine && RowPieces::piece(i) < kPieces}; });
       square = RowPieces::warp_square_sum(square);
       if (at.lane == 0 && is_mine) store_shared_float(scale.squares(token) + at.warp % kRowWarps * 4, square);
     }
@@ -137,12 +144,13 @@ struct Activations {
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         const int item = item_of(i);
-        if (is_there(item)) v[i] = load16_past_l1(x + static_cast<size_t>(item / kRowPieces) * kRowPitch + (first + item % kRowPieces) * 8);
+        if (kHasThreadPieces) v[i] = load16_past_l1(x + (is_there(item) ? (first + item) * 8 : 0));
+        else if (is_there(item)) v[i] = load16_past_l1(x + static_cast<size_t>(item / kRowPieces) * kRowPitch + (first + item % kRowPieces) * 8);
       }
       if (start == 0) weights.fill_ring(), look();
 #pragma unroll
       for (int i = 0; i < kBatch; i++) stay_behind(v[i]);
-      enter_products(rows(), v, [&](int i) {
+      enter_products<kHasWarpSlices && kOwnRuns && kRunWarps == 1>(rows(), v, [&](int i) {
         const int item = item_of(i);
         return Entry{item % kRowPieces, item / kRowPieces, is_there(item)};
       });

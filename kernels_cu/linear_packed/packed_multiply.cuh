@@ -326,16 +326,13 @@ DEVICE void finish_sums(Sums& out) {
 }
 
 // With one row and runs of one slice: computes the warp's sums of all rounds side by side, because the products of one slice depend on each
-// other.
+// other. WeightStream::wait_for_rounds must have waited for them.
 template <int ROUNDS>
 DEVICE void accumulate_rounds(Sums (&out)[ROUNDS], const WeightStream& weights, const Activations& x, const Lane& at) {
   static_assert(ROUNDS <= kSlots && kRunSlices == 1, "a ring holds a slice of each round");
   uint32_t units[ROUNDS];
 #pragma unroll
-  for (int round = 0; round < ROUNDS; round++) {
-    units[round] = weights.ring + round * kChunkBytes;
-    if (kCopyEngine && at.tile(round) < weights.num_tiles) mbarrier_wait(weights.barriers + round * 8, 0);
-  }
+  for (int round = 0; round < ROUNDS; round++) units[round] = weights.ring + round * kChunkBytes;
   if (!kCopyEngine) {
     cp_async_wait<0>();
     __syncwarp();

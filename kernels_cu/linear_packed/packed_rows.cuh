@@ -121,9 +121,10 @@ struct RowPieces {
   // Returns what a row's sums are multiplied by, from the warps' sums of squares at `squares` in shared memory: 1 / rms, divided by
   // kNormScale.
   DEVICE static float scale(uint32_t squares, float eps) {
+    const uint4 of_warps[2] = {load_shared(squares), load_shared(squares + 16)};
     float total = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < kRowWarps; warp++) total += load_shared_float(squares + warp * 4);
+    for (int warp = 0; warp < kRowWarps; warp++) total += __uint_as_float((&of_warps[warp / 4].x)[warp % 4]);
     return rsqrtf(fmaf(total, 1.0f / IN_FEATURES, eps)) * (1.0f / kNormScale);
   }
 };
@@ -159,22 +160,30 @@ DEVICE float quantum_for(float largest) {
 }
 
 // Finds the quanta of the slices that a lane's COUNT pieces are in. All lanes of a warp call it; 16 neighbours have the pieces of a slice.
-template <int COUNT>
+// With HAS_ONE_SLICE the lower half of the warp has a slice, and the upper half none.
+template <bool HAS_ONE_SLICE, int COUNT>
 DEVICE void find_quanta(float (&quanta)[COUNT], const uint4 (&v)[COUNT]) {
-  uint32_t largest[(COUNT + 1) / 2];   // those of two slices in a word
+  if constexpr (HAS_ONE_SLICE) {
+    static_assert(COUNT == 1, "a slice has a piece for each lane of half a warp");
+    // Magnitudes of 16 bits have the order of their bits. For more slices a warp shuffles are faster.
+    const uint32_t pair = largest_of(v[0]), own = threadIdx.x % 32 < kSlicePieces ? max(pair & 0xFFFFu, pair >> 16) : 0u;
+    quanta[0] = quantum_for(unpack2(__reduce_max_sync(0xFFFFFFFFu, own)).x);
+  } else {
+    uint32_t largest[(COUNT + 1) / 2];   // those of two slices in a word
 #pragma unroll
-  for (int i = 0; i < COUNT; i += 2) {
-    const uint32_t first = largest_of(v[i]), second = largest_of(v[i + 1 < COUNT ? i + 1 : i]);
-    largest[i / 2] = larger2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
-  }
+    for (int i = 0; i < COUNT; i += 2) {
+      const uint32_t first = largest_of(v[i]), second = largest_of(v[i + 1 < COUNT ? i + 1 : i]);
+      largest[i / 2] = larger2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+    }
 #pragma unroll
-  for (int distance = 1; distance < kSlicePieces; distance *= 2)
+    for (int distance = 1; distance < kSlicePieces; distance *= 2)
 #pragma unroll
-    for (uint32_t& both : largest) both = larger2(both, __shfl_xor_sync(0xFFFFFFFFu, both, distance));
+      for (uint32_t& both : largest) both = larger2(both, __shfl_xor_sync(0xFFFFFFFFu, both, distance));
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) {
-    const float2 both = unpack2(largest[i / 2]);
-    quanta[i] = quantum_for(i % 2 ? both.y : both.x);
+    for (int i = 0; i < COUNT; i++) {
+      const float2 both = unpack2(largest[i / 2]);
+      quanta[i] = quantum_for(i % 2 ? both.y : both.x);
+    }
   }
 }
 
@@ -254,10 +263,10 @@ struct PreparedRows {
 
 // Stores COUNT pieces a lane in `rows` as integers, in the form in which products read them, with their quanta and, with ZEROS, their sums.
 // `entry(i)` returns the place of piece i. All lanes of a warp call it, of which 16 neighbours have the pieces of a slice in order.
-template <int COUNT, class Rows, class EntryOf>
+template <bool HAS_ONE_SLICE = false, int COUNT, class Rows, class EntryOf>
 DEVICE void enter_products(const Rows& rows, const uint4 (&v)[COUNT], EntryOf entry) {
   float quanta[COUNT], sums[COUNT];
-  find_quanta(quanta, v);
+  find_quanta<HAS_ONE_SLICE>(quanta, v);
 #pragma unroll
   for (int i = 0; i < COUNT; i++) {
     const Entry at = entry(i);

@@ -164,6 +164,11 @@ struct WeightStream {
 #ifdef EARLY_WARPS
   DEVICE int early_slots() const { return EARLY_WARPS == kWarps || at.warp < EARLY_WARPS ? kEarlySlots : 0; }
 #endif
+  // Waits for the first chunks of `rounds` rounds, a chunk each, which were all asked for.
+  DEVICE void wait_for_rounds(int rounds) const {
+    for (int round = 0; round < rounds; round++)
+      if (kCopyEngine && at.tile(round) < num_tiles) mbarrier_wait(barriers + round * 8, 0);
+  }
   // Starts the copies of the rest of the ring, behind the loads of x.
   DEVICE void fill_ring() {
     for (int i = EARLY_CHUNKS; i < kSlots; i++) copy_next();

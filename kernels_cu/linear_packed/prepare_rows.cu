@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads) KERNEL(prepare_rows)(
     scalar_t* __restrict__ out, const scalar_t* x, const scalar_t* __restrict__ norm, const int* __restrict__ permutation, float eps) {
   pdl_launch_dependents();
   __shared__ __align__(16) scalar_t row[IN_FEATURES];
-  __shared__ float squares[kRowWarps];
+  __shared__ __align__(16) float squares[kRowWarps];
   const int token = blockIdx.x;
   unsigned char* const to = reinterpret_cast<unsigned char*>(out);
   RowPieces row_pieces;
