@@ -17,26 +17,31 @@ def set_home() -> None:
     os.environ.setdefault("HOME", str(_home()))
 
 
+def _folder(variable: str) -> Path | None:
+    """Return the folder that a variable names, None if it is unset or empty.
+
+    A `~` in front is the home folder, also where no shell has replaced it, as in a unit file of systemd.
+    """
+    name = os.environ.get(variable)
+    if not name:
+        return None
+    return _home() / name[2:] if name.startswith("~/") else Path(os.path.expanduser(name))
+
+
 def cache_dir() -> Path:
     """Return the folder of compiled kernels: `CPMRT_CACHE_DIR`, `$XDG_CACHE_HOME/cpmrt` or `~/.cache/cpmrt`."""
-    explicit = os.environ.get("CPMRT_CACHE_DIR")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "cpmrt"
+    return _folder("CPMRT_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "cpmrt"
 
 
 def state_dir() -> Path:
     """Return the folder of state between runs: `CPMRT_STATE_DIR`, `$XDG_STATE_HOME/cpmrt` or `~/.local/state/cpmrt`."""
-    explicit = os.environ.get("CPMRT_STATE_DIR")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_STATE_HOME") or _home() / ".local" / "state") / "cpmrt"
+    explicit = _folder("CPMRT_STATE_DIR")
+    return explicit or Path(os.environ.get("XDG_STATE_HOME") or _home() / ".local" / "state") / "cpmrt"
 
 
 def kernels_dir() -> Path | None:
     """Return the folder to take CUDA sources from instead of the installed ones: `CPMRT_KERNELS_DIR`; None if unset."""
-    explicit = os.environ.get("CPMRT_KERNELS_DIR")
-    return Path(explicit) if explicit else None
+    return _folder("CPMRT_KERNELS_DIR")
 
 
 def asks_for_portable_kernels() -> bool:

@@ -179,7 +179,7 @@ class RemoteAnswer:
             choice = _first(event.get("choices"))
             delta = _object(choice.get("delta"))
             self._ended_at = perf_counter()
-            if thought := delta.get("reasoning_content"):
+            if thought := delta.get("reasoning_content") or delta.get("reasoning"):  # vLLM has the second since 2026
                 self._began_at = self._began_at or self._ended_at
                 yield Part(str(thought), is_thought=True)
             if text := delta.get("content"):

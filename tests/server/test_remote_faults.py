@@ -84,6 +84,13 @@ def test_other_ways_to_write_a_stream_are_read(monkeypatch, capsys, text):
     assert capsys.readouterr() == ("Hello\n", "")
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_have_either_name(monkeypatch, capsys, field):
+    with fake_server(lambda number: events({"choices": [{"delta": {field: "hm"}}]}, chunk("yes"))) as url:
+        assert chat(url, "hi\n", monkeypatch) == 0
+    assert capsys.readouterr() == ("hm\n\nyes\n", "")
+
+
 @pytest.mark.parametrize("error", [{"message": "the GPU is gone", "code": 3}, "the GPU is gone"])
 def test_an_error_in_a_stream_is_said(monkeypatch, capsys, error):
     with fake_server(lambda number: events({"error": error})) as url:

@@ -124,6 +124,21 @@ def test_a_user_without_a_home(monkeypatch, capsys):
     assert main(["plan"]) == 0 and os.environ["HOME"] == "/"  # for the clients of the hubs, which ask for it too
 
 
+@pytest.mark.parametrize("variable, folder", [
+    ("CPMRT_CACHE_DIR", env.cache_dir), ("CPMRT_STATE_DIR", env.state_dir), ("CPMRT_KERNELS_DIR", env.kernels_dir),
+])  # fmt: skip
+def test_a_tilde_that_no_shell_has_replaced_is_the_home_folder(monkeypatch, variable, folder):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv(variable, "~/kept")
+    assert folder() == Path("/home/somebody/kept")
+    monkeypatch.setenv(variable, "/elsewhere/~/kept")
+    assert folder() == Path("/elsewhere/~/kept")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.setenv(variable, "~/kept")
+    assert folder() == Path("/kept")
+
+
 DRIVER_SOURCE = """
 #include <string.h>
 static int failure = FAILURE;
