@@ -125,7 +125,7 @@ class Sampling:
 
 
 _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
-    "max_new_tokens": (int, 1, 2**31 - 1, "an integer from 1 to 2147483647, or None for as many as fit"),
+    "max_new_tokens": (int, 1, 2**31 - 1, "an integer from 1 to 2147483647, or none for as many as fit"),
     "temperature": (float, 0.0, 1e6, "a number in [0, 1000000]"),
     "top_k": (int, 0, 2**31 - 1, "an integer from 0 (off) to 2147483647"),
     "top_p": (float, 1e-9, 1.0, "a number in (0, 1]"),
@@ -137,7 +137,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "seed": (int, -(2**63), 2**64 - 1, "an integer of 64 bits"),
     "loop_repeats": (int, 0, 1000, "0 (off) or an integer from 2 to 1000"),
     "loop_penalty": (float, 1.0, 1e3, "a number in [1, 1000] (1: off)"),
-    "max_thinking_tokens": (int, 1, 2**31 - 1, "an integer from 1 to 2147483647, or None for no limit"),
+    "max_thinking_tokens": (int, 1, 2**31 - 1, "an integer from 1 to 2147483647, or none for no limit"),
 }
 _RANGES["n"] = (int, 1, 256, "an integer in [1, 256]")
 _OPTIONAL = (

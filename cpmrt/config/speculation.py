@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from cpmrt.config.integers import checked_bits, checked_integer, integer
 from cpmrt.errors import ConfigError, quoted
@@ -195,14 +196,18 @@ class SpeculationConfig:
         for name in ("head_bits", "layer_bits"):
             object.__setattr__(self, name, checked_bits(f"speculate: {name}", getattr(self, name)))
         least = self.min_confidence
-        if least is not None and not (type(least) in (int, float) and 0 <= least <= 1):
+        if least is None:
+            return
+        if isinstance(least, bool) or not isinstance(least, Real) or not 0 <= least <= 1:
             raise ConfigError("speculate: min_confidence", expected="a number in [0, 1]", actual=quoted(least))
+        object.__setattr__(self, "min_confidence", float(least))
 
     def _check_forced(self) -> None:
         accept, most = self.forced_accept, self.shapes[0].max_emitted
         if accept is None:
             return
-        if isinstance(accept, bool) or not isinstance(accept, (int, float)) or not 1 <= accept <= most:
+        if isinstance(accept, bool) or not isinstance(accept, Real) or not 1 <= accept <= most:
             raise ConfigError(
                 "simulate_accept", expected=f"a number in [1, {most}], what the tree can give", actual=quoted(accept)
             )
+        object.__setattr__(self, "forced_accept", float(accept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cpmrt.cli.arguments import add_draft_options, draft_arguments
@@ -235,6 +236,13 @@ def test_engine_settings_that_contradict_each_other(settings, message):
 def test_an_inner_draft_and_its_method_belong_together(draft, wish):
     with pytest.raises(ConfigError, match="inner: expected a draft and its method"):
         InnerDraft(draft, wish)
+
+
+def test_numbers_may_be_those_of_numpy():
+    chain = (TreeShape.chain(3),)
+    confidence = SpeculationConfig("dspark", chain, min_confidence=np.float32(0.5)).min_confidence
+    accept = SpeculationConfig("dspark", chain, forced_accept=np.float64(2.5)).forced_accept
+    assert (confidence, accept, type(confidence), type(accept)) == (0.5, 2.5, float, float)
 
 
 def test_accept_lengths_up_to_what_the_tree_can_give():
