@@ -15,6 +15,7 @@
 //                positions and slots are read before pdl_wait
 // numerics       float32: each of G = 2048 / C groups of threads adds up every G-th run in order, then the groups are added in order; of a
 //                product with up a lane's columns in order, then the lanes; rounded once
+// oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; Flash-Decoding (Dao et al. 2023)
 // layout         As in absorb_queries a block holds its head's part of up in registers, read before the wait, a warp U / 16 rows. A thread
 //                has four columns of every G-th run, and asks for up to 16 of these at a time. Every warp finds the shares of all runs by
