@@ -1,7 +1,7 @@
 """The number of threads that BLAS may use for a step.
 
-The threads of a small product spend more time waiting for each other than computing, and on a machine that has other
-work to do they wait very long (measured on two busy cores: 2.5 against 35 tokens a second when decoding, 6 to 20
+The threads of a small product spend more time waiting for each other than computing. On a machine that has other work
+to do they wait very long (measured on two busy cores: 2.5 against 35 tokens a second when decoding, 6 to 20
 against 1.1 seconds of CPU for 1,168 tokens of a prompt).
 """
 

@@ -40,8 +40,8 @@ class DraftStep:
         self._drafter, self._slots, self._slot, self._position = drafter, slots, slots[0], position
         self._hidden: F32 | None = None
         self._lead = 0 if drafter.draft.config.reads_states else 1
-        """The position of the draft's row for a token, counted from the position before the token: 0 for a draft that
-        reads the target's state there, 1 for an independent model, whose row is at the token's own position."""
+        """The position of the draft's row for a token, counted from the position before the token. It is 0 for a draft
+        that reads the target's state there, 1 for an independent model, whose row is at the token's own position."""
 
     def waiting(self, num_rows: int) -> None:
         drafter, newest = self._drafter, slice(num_rows - 1, num_rows)

@@ -24,7 +24,8 @@ class Nodes:
     """The rows of a target pass. Node 0 is the root; a parent goes before its children.
 
     tokens, parents, depths int32 [S]; masks uint64 [S]: bit i stands for node i, an ancestor or the node itself. The
-    root has parent -1; so has a node that is not there (`chain_nodes`), with token, depth and mask 0.
+    root has parent -1; so has a node that is not there (`chain_nodes`, `without_others`), with token, depth and
+    mask 0.
     """
 
     tokens: Array
@@ -55,7 +56,7 @@ class TreeGrowth:
     """The candidates of one step. Call `grow` for each pass, whose rows are those of `frontier`, then `nodes`."""
 
     frontier: Frontier
-    """The rows of the next pass; it exists from the first `grow` on."""
+    """The rows of the next pass; every `grow` but that of the last pass sets it."""
 
     def __init__(self, shape: TreeShape):
         self._shape = shape

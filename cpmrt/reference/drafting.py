@@ -47,7 +47,7 @@ _UNKNOWN = -1
 
 def drafting_tables(draft: Draft, max_context: int, max_sequences: int) -> tuple[BufferSpec, ...]:
     """Return the buffers that live as long as the executor: `history`, int32, the token at each position of a slot, and
-    `carry`, the target's hidden states of the tokens that wait; `draft.carry` has a small model's, for its own draft.
+    `carry`, the target's hidden states of the tokens that wait. `draft.carry` has a small model's, for its own draft.
     """
     tables = [BufferSpec("history", (max_sequences, pages_for(max_context) * PAGE_SIZE), EMBED, HEAD, np.int32)]
     for name, one in (("carry", draft), (f"{PREFIX}carry", draft.inner)):
@@ -61,7 +61,8 @@ class Target:
     """The target's part in a speculative step, as functions of the executor.
 
     `run` gives the logits of every row, `sample(slot, logits, bits)` the token after the sequence's last one, among
-    those of `bits`, and `keep(slot, base, path)` moves the keys and values of the path's nodes to positions `base` on.
+    those of `bits`. `keep(slot, base, path)` moves the keys and values of the path's nodes to positions `base` and on,
+    and takes the path into recurrent states.
     """
 
     run: Callable[[Rows], F32]
@@ -108,7 +109,7 @@ class Drafter:
         self.chains: ChainDrafter | None = None
         """Drafts the chains of a small model with a draft of its own; None for any other draft."""
         self.num_passes = 0
-        """The number of passes of the draft that have given logits so far."""
+        """The number of passes of the draft that have given logits so far, without those over blocks (`run_block`)."""
         self._num_recalled = [0] * len(block_tables)
 
     def admit(self, slot: int) -> None:

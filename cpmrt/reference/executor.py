@@ -68,7 +68,8 @@ LoadWeights = Callable[[Mapping[str, Matrix]], None]
 
 
 class ReferenceExecutor:
-    """Runs steps in NumPy. Everything but `mapped` weights is in one arena, as float32 values that `dtype` can hold.
+    """Runs steps in NumPy. All arrays of the plan are in one arena; `mapped` weights stay in their files. Weights and
+    activations that are not quantised are float32 values that `dtype` can hold.
 
     `load(weights)` must fill the arrays it is given, by packed name (`models.planning.weight_specs`): float32, or those
     of a quantised weight (`reference.quantized`). `ops` may be replaced by other bodies, to watch a forward.
@@ -148,7 +149,7 @@ class ReferenceExecutor:
 
     @property
     def num_draft_passes(self) -> int:
-        """The number of passes of the draft that have given logits so far, without those of an inner draft."""
+        """The number of passes of the draft that have given logits so far; blocks and an inner draft do not count."""
         return 0 if self._drafter is None else self._drafter.num_passes
 
     def submit(self, step: Step) -> Pending:
@@ -245,7 +246,7 @@ class ReferenceExecutor:
         return self._chunk(step.slot, step.token_ids, step.position, step.is_last, step.mask)
 
     def _chunk(self, slot: int, token_ids: tuple[int, ...], start: int, samples: bool, mask: Mask | None) -> SlotResult:
-        """Run tokens that stand at `start` and on, and sample the one behind them."""
+        """Run tokens that stand at `start` and on, and sample the one after them if `samples`."""
         position = self._running[slot].position = start + len(token_ids)
         logits = self._arrays["logits"][:1]
         rows = self._rows(token_ids, range(start, position), [slot], True)

@@ -21,7 +21,7 @@ def e4m3_codes(values: F32) -> NDArray[np.uint8]:
     OCP 8-bit Floating Point Specification: sign, four bits of exponent with bias 7, three of mantissa.
     """
     magnitudes = np.minimum(np.abs(values), np.float32(FP8_LARGEST))
-    # Up to 2^-6 codes are 2^-9 apart (subnormal); from there on three bits of mantissa follow the leading one.
+    # Up to 2^-6 values are 2^-9 apart (subnormal); from there on three bits of mantissa follow the leading one.
     exponents = np.where(magnitudes < 2.0**-6, -6, np.frexp(magnitudes)[1] - 1)
     with np.errstate(invalid="ignore"):
         codes = (exponents + 6) * 8 + np.rint(np.ldexp(magnitudes, 3 - exponents)).astype(np.int32)

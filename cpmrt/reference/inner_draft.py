@@ -1,4 +1,4 @@
-"""A small model that drafts and has a draft of its own, in NumPy: its chains come of its own speculative steps.
+"""A small model that drafts and has a draft of its own, in NumPy: its chains come from its own speculative steps.
 
 To its draft the small model is a target: the inner drafter has the small model's arrays under the names that a target's
 have. The small model always samples its most likely token, so that a chain is the one that it would have drafted token

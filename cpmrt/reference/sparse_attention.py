@@ -47,7 +47,10 @@ def append_compressed(
     positions: Iterable[int],
     dtype: DType,
 ) -> None:
-    """Store the compressed key of every window that ends at one of a slot's positions, whose keys are in its pages."""
+    """Store the compressed key of every window that ends at one of a slot's `positions`.
+
+    The slot's pages have the keys of these positions already.
+    """
     for position in positions:
         page, offset = divmod(position, PAGE_SIZE)
         for stride in (_FINE, _COARSE):

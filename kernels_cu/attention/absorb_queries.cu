@@ -19,14 +19,14 @@
 // grid           (heads, or with latents heads + 1, b), b at most T: block y takes the rows
 //                y, y + b and so on; block 256; 8 * C * 4 bytes of static shared memory
 // launched after two products, of which the first releases the second only after its own wait, when all that earlier kernels have written
-//                is there. So positions, slots and tables of the rows are read before pdl_wait, and latent_attention is released at once
-//                and reads old keys
+//                is there. So positions, slots and block tables are read before pdl_wait. latent_attention is released at once, and reads
+//                old keys before its own wait
 // numerics       float32 sums, over a warp's rows of up in order, then over the warps in order; the squares of a norm over a lane's
 //                elements in order, then over the lanes; rounded once
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; RMSNorm arXiv 1910.07467, RoPE arXiv 2104.09864
 // layout         A block holds its head's part of up in registers, read before the wait: 16 bytes of each of N / 8 rows a thread, past the
-//                L1, because ptxas moves reads of constants behind the wait. One block more appends latents, with a warp for each row
+//                L1, because ptxas moves reads of constants behind the wait. The blocks of x = heads append latents, a row for each warp at a time
 #if !defined(KV_RANK) || !defined(NOPE_DIM) || !defined(ROPE_DIM) || !defined(VALUE_DIM)
 #error "a constant is not defined"
 #endif

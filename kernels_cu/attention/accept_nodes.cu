@@ -25,8 +25,8 @@
 constexpr int kThreads = 64;
 constexpr int kChunks = HEAD_DIM / 16;  // 16-byte chunks of a head's codes
 
-// Pointers to what an earlier kernel of the step wrote are not __restrict__: the compiler might move their loads before pdl_wait. The next
-// kernel is released only after this one's wait, because later kernels read pages before theirs.
+// Pointers to what an earlier kernel of the step wrote are not __restrict__, since the compiler might then move their loads before pdl_wait.
+// The next kernel is released only after this one's wait, because later kernels read pages before theirs.
 extern "C" __global__ void __launch_bounds__(kThreads)
     KERNEL(accept_nodes)(uint8_t* k_codes, uint8_t* v_codes, float* k_scales, float* v_scales, const uint8_t* k_nodes,
                          const uint8_t* v_nodes, const float* k_node_scales, const float* v_node_scales,

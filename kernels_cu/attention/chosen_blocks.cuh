@@ -1,6 +1,6 @@
-// Merges what neighbouring rows of a chunk chose into one list of blocks for the thread block that takes these rows: it
-// says which rows chose a block, and so which warps read it, and whether a warpgroup's warps take it together or each
-// for its own row.
+// Merges what neighbouring rows of a chunk chose into one list of blocks for the thread block that takes these rows. The
+// list says which rows chose a block, and so which warps read it, and whether a warpgroup's warps take it together or
+// each for its own row.
 #pragma once
 #include "wgmma_attention.cuh"
 
@@ -14,8 +14,9 @@ constexpr int kRows = kWarpgroups * kTileRows;  // most rows of the thread block
 constexpr int kReaders = kWarpgroups * 4;       // warps that multiply
 constexpr int kNoRow = 31;  // a bit of Entry::rows that is never set
 
-// If on average at least kShared / 8 rows of a warpgroup chose a block that any of them chose, the warpgroup takes all
-// its blocks together; else only those that kTogether or more of its rows chose.
+// A warpgroup takes a block together that kTogether or more of its rows chose. It takes all its blocks together if rows
+// share much: if a block that a warpgroup's rows chose was chosen by kShared / 8 or more of them, on average over the
+// blocks of all warpgroups of the thread block.
 constexpr int kShared = 18;
 constexpr int kTogether = 3;
 
@@ -77,12 +78,13 @@ DEVICE int num_readers(const Work& work, uint32_t rows, int together) {
   return readers;
 }
 
-// The number of entries of the list, and from how many of a warpgroup's rows on an entry is taken together.
+// The number of entries of the list, and how many rows of a warpgroup must have chosen an entry for the warpgroup to
+// take it together.
 struct Listed {
   int num_entries, together;
 };
 
-// Lists the blocks that the rows chose, in ascending order. `blocks` is the choice of the first row, that of the next
+// Lists the blocks that the rows chose, in ascending order. `blocks` is the choice of the first row; that of the next
 // one lies `stride` elements further. All threads call it. `chosen` is room for a word for each block, `counts` for one
 // for each warp.
 DEVICE Listed list_blocks(const Work& work, const int* blocks, int stride, int num_selected, const int* block_table,

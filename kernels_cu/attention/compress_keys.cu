@@ -70,9 +70,9 @@ DEVICE void compress(scalar_t* compressed_pages, const Keys& keys, int num_kv_he
   reinterpret_cast<uint32_t*>(row)[threadIdx.x] = mean;
 }
 
-// Pointers to what an earlier kernel of the step wrote are not __restrict__: the compiler may take their loads for
-// loads of constants and move them before pdl_wait. The next kernel may start at once: the choice of blocks reads early
-// only what is older than the kernel before this one.
+// Pointers to what an earlier kernel of the step wrote are not __restrict__: else the compiler might take their loads
+// for loads of constants and move them before pdl_wait. The next kernel may start at once: the choice of blocks reads
+// early only what is older than the kernel before this one.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM / 2)
     KERNEL(compress_keys)(scalar_t* k1_pages, scalar_t* k2_pages, const page_t* k_pages, const int32_t* positions,
                           const int32_t* slots, const int32_t* block_tables, int num_rows, int rows_per_block,

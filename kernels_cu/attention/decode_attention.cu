@@ -23,15 +23,16 @@
 // num_splits     into how many runs a long row's pages are cut, a multiple of kCluster
 // constants      HEAD_DIM: elements of a head: 64, 96 or 128. GROUP: query heads of a KV head. STAGES: depth of a warp's ring in pages, at
 //                least 2. PORTABLE: 1 leaves clusters out on sm_90 and later too. CLUSTER: blocks that share eight runs: 1, 2, 4 or 8;
-//                without clusters it does not count. TEAMS: teams of four warps in a block: 1 or 2, with TREE 1. TREE: 1 reads tree_masks
+//                without clusters it does not count. TEAMS: teams of four warps in a block: 1 or 2, only 1 with TREE. TREE: 1 reads tree_masks
 //                and tree_base. WINDOW: how many of a row's last keys it sees, 0 for all. SELECTED: 1 and 2 read blocks. FP8: 1 reads codes
 //                and scales
 // grid           (CLUSTER * a, units * T, b) for a * b clusters of a row;
 //                block (128, TEAMS) in clusters of CLUSTER along x; shared memory
 //                TEAMS * (16 * D * 2 + STAGES * 64 * D * 4) bytes, and in clusters 40 * kHeads * D / CLUSTER more
 // launched after linear_qkv or rope_append, which release this kernel once all kernels before them have finished: so block tables are read
-//                before pdl_wait. Keys are too, except for those that this step writes, if the launch has one row, or, in clusters with
-//                CLUSTER * TEAMS < 8, if no other row of the launch has the row's slot
+//                before pdl_wait. Keys that this step does not write are too, if the launch has only one row, or, in clusters with
+//                CLUSTER * TEAMS < 8, if no other row of the launch has the row's slot. With SELECTED it is launched after pick_blocks,
+//                and reads everything after pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are
 //                rounded to scalar_t for the product with v, the result is rounded once when stored
 // oracle         NumpyOps.decode_attention
@@ -42,10 +43,10 @@
 //                places that they would have in a sequence of their own: only where they are copied from differs. Of each page a warp takes
 //                16 keys through a ring of its own, filled by the lanes that read it: no barrier in the stream. A partial is (normalised
 //                output, log2 of the sum of weights). The four warps are merged through shared memory, the blocks of a cluster by sending
-//                each other slices of the output, clusters through the workspace, where the last one to arrive merges; a short row stays in
+//                each other slices of the output, clusters through the workspace, where the last one to arrive merges. A short row stays in
 //                one cluster. The grid need not cover num_splits: clusters take several turns, and those that have nothing to do come last.
 //                A block takes one of the eight runs of a cluster, or, with many rows, several of them one after another, so that all rows
-//                are read at once instead of in waves: then the turns of a cluster are neighbours, and the runs of a team are equally far
+//                are read at once instead of in waves. Then the turns of a cluster are neighbours, and the runs of a team are equally far
 //                apart. What else was tried: tools/log/attention.md
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(PORTABLE) || !defined(CLUSTER) || \
     !defined(TEAMS) || !defined(TREE) || !defined(WINDOW) || !defined(SELECTED) || !defined(FP8)
@@ -69,7 +70,7 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #if IN_CLUSTERS
 constexpr bool kHasPeers = CLUSTER > 1;
 
-// Passes a run's partial on to the blocks that merge its slices. The only block of a cluster keeps it, and sends itself nothing.
+// Passes a run's partial on to the blocks that merge its slices. In clusters of one block it stays there: nothing is sent.
 DEVICE void hand_over(const unsigned char* shared, const unsigned char* results, const float (&log_sums)[kWarps][16],
                       uint32_t barrier, int member) {
   if (kHasPeers) return send_slices(shared, results, log_sums, barrier, member);

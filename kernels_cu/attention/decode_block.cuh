@@ -63,7 +63,7 @@ struct Query {
   }
 };
 
-// Stores zeros as the output of the block's heads. One team calls it.
+// Stores zeros as the output of the block's heads. All threads of a team call it; each team stores all of them.
 DEVICE void store_zeros(scalar_t* out, const Heads& heads) {
   for (int i = threadIdx.x; i < kVectors; i += kThreads) {
     store_vector(out, heads, i, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
@@ -78,7 +78,8 @@ DEVICE int published_offset(int row, int vector) {
   return (row * (HEAD_DIM / 4) + (vector ^ (row % 4 * 2 + row / 4 % 2))) * 16;
 }
 
-// Stores the warp's normalised output, and log_sums for its rows, into a place of its ring that nobody reads any more.
+// Stores the warp's normalised output at `out`, a place of its ring that nobody reads any more, and log2 of the sum of
+// weights of each of its rows in `log_sums`.
 DEVICE void publish_warp(const WarpState& state, uint32_t out, float* log_sums) {
   const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -133,8 +134,8 @@ struct Target {
     }
   }
 
-  // Merges the partials of all clusters and stores the result in `out`. The last cluster to arrive calls it, each block
-  // for its slice; without clusters THREADS threads of the last block do.
+  // Merges the partials of all clusters and stores the result in `out`. In clusters the last block to arrive of each
+  // rank calls it, for the slice of this rank; without clusters THREADS threads of the last block do, for all vectors.
   template <int THREADS = kThreads>
   DEVICE void merge_clusters(const Heads& heads, int rank) const {
 #if IN_CLUSTERS

@@ -47,7 +47,8 @@ constexpr int kSlices = 4;                    // slices of a page, one for each 
 constexpr int kKeys = kPageTokens / kSlices;  // keys of a slice
 
 // The keys that a row sees, numbered by position, or by their place in the blocks that it chose: those below `length`,
-// but not those before its window. Those below `old` were in the cache before this step.
+// but not those before its window. Loading may begin with those below `old`: either they were in the cache before this
+// step, or pdl_wait comes first.
 struct Keys {
   int length, old;
 
@@ -81,6 +82,6 @@ struct Cut {
     const int pages = min(run_pages, num_pages - last * run_pages);
     return others * ((run_pages + at_once - 1) / at_once) + (pages + at_once - 1) / at_once;
   }
-  // Groups of kCluster runs, which are merged together.
+  // Returns the number of clusters of runs: kCluster runs, or what is left, which are merged together.
   DEVICE int clusters() const { return (num_runs + kCluster - 1) / kCluster; }
 };

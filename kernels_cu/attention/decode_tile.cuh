@@ -60,7 +60,7 @@ DEVICE void mask_tile(float (&scores)[2][4], int first_key, const Keys (&keys)[2
   }
 }
 
-// Stores in `tops` the lane's largest score of each of its two rows.
+// Stores in `tops` the lane's largest score of each of its rows, of which ROW_HALVES count.
 DEVICE void find_tops(float* tops, const float (&scores)[2][4]) {
 #pragma unroll
   for (int half = 0; half < ROW_HALVES; ++half) {

@@ -1,8 +1,8 @@
 // The tile of decode_tile.cuh with keys and values in fp8: 16 rows of e4m3 codes in shared memory, D bytes each.
 //
-// Scores are sums over dimensions, whose order is free: a lane takes eight neighbouring codes of a key for two k-steps,
-// and of four codes in a word the even ones make one pair of the product's operand, the odd ones the other; the query
-// is held in that order. ldmatrix moves two codes of values as one element: a lane gets even dimensions for one tile of
+// Scores are sums over dimensions, whose order is free: a lane takes eight neighbouring codes of a key for two k-steps.
+// Of four codes in a word the even ones make one pair of the product's operand, the odd ones the other; the query is
+// held in that order. ldmatrix moves two codes of values as one element: a lane gets even dimensions for one tile of
 // the output and odd ones for the next. Codes become fp16 whatever scalar_t is: that is exact, and takes the fewest
 // instructions. A page's scale is a power of two, by which scores are multiplied directly, and values through the
 // weights.
@@ -13,8 +13,9 @@ constexpr int kTileBytes = kKeys * HEAD_DIM;
 constexpr int kAtOnce = 2;  // pages taken together: half the bytes leave half the time, which one page's chain of operations exceeds
 constexpr int kCodeChunks = HEAD_DIM / 16;  // 16-byte chunks of a row of codes
 
-// Byte offset of a row's 16-byte chunk in a tile of codes. The same chunk of eight rows lies in eight different places
-// of 128 bytes, as ldmatrix reads it; so do two neighbouring chunks of four rows, of which each lane reads eight codes.
+// Byte offset of a row's 16-byte chunk in a tile of codes. The same chunk of eight rows, which ldmatrix reads, lies in
+// eight different 16-byte places modulo 128 bytes. So do two neighbouring chunks of four rows, of which each lane reads
+// eight codes.
 DEVICE int swizzled_codes(int row, int chunk) {
   const int pair = HEAD_DIM == 128 ? row & 3 : HEAD_DIM == 64 ? row >> 1 & 1 : 0;
   return row * HEAD_DIM + ((chunk ^ (pair << 1) ^ (row >> 2 & 1)) << 4);

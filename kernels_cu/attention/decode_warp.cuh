@@ -94,7 +94,7 @@ struct Stream {
   uint32_t received = 0;  // shared address of the newest key, then its value, once they are there
 #endif
 #if LISTED_LATE
-  int known_from = 0, skipped_pages = 0;  // places in the list from known_from on are known without it: blocks place + skipped_pages
+  int known_from = 0, skipped_pages = 0;  // from place known_from on the list is known without it: place p has block p + skipped_pages
   int missing = 0;                        // pages that the first run lacks
   int known_steps = 0;  // steps, the first ones, whose pages are known without the list
   bool is_listed = false;  // whether the list has been waited for
@@ -250,9 +250,9 @@ struct Stream {
 #endif
   };
 
-  // Starts to load the first pages of the ring, except for keys from keys.old on: all that is read is older than the
-  // kernel before this one, which lets this one start only after its own pdl_wait. Returns the lane's chunk of the key
-  // at keys.old. The loops stay loops: short code starts soon.
+  // Starts to load the first pages of the ring, except for keys from keys.old on. Before pdl_wait only what is older
+  // than the kernel before this one may be read, which lets this one start only after its own pdl_wait. Returns the
+  // lane's chunk of the key or value at keys.old. The loops stay loops: short code starts soon.
   DEVICE NewRow fill(const Keys& keys) {
     NewRow added = {};
 #pragma unroll 1
@@ -326,7 +326,7 @@ struct Stream {
 };
 
 // Attends to the next `num_pages` of the stream, a run that begins with page `page` of the row. after_first() is called
-// behind its first step.
+// after its first step.
 template <typename AfterFirst>
 DEVICE void attend(WarpState& state, Stream& stream, const Keys& keys, int page, int num_pages, float factor,
                    AfterFirst after_first) {

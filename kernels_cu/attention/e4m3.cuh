@@ -1,6 +1,6 @@
 // Conversion from and to e4m3 (OCP 8-bit floating point: sign, 4 bits of exponent with bias 7, 3 of mantissa, no
 // infinities) in integer arithmetic, with the same bits on every architecture, and the scales of pages
-// (cpmrt/ops/fp8_pages.py).
+// (cpmrt/reference/fp8_pages.py).
 #pragma once
 #include "types.cuh"
 

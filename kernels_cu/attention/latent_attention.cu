@@ -18,15 +18,15 @@
 //                multiple of 32. STAGES: pages in shared memory, at least 2. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 16)): a row's runs x, x + a and so on, of 16 heads; block 128; shared memory
 //                STAGES * 128 * (C + R) + 2560 bytes
-// launched after absorb_queries, which releases this kernel before its own wait, and which itself starts once all kernels before the two
-//                products in front of it have finished: so keys that are not fresh are read before pdl_wait
+// launched after absorb_queries, which releases this kernel before its own wait. absorb_queries itself starts once all kernels before the
+//                two products in front of it have finished: so keys that are not fresh are read before pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; Flash-Decoding (Dao et al. 2023)
-// layout         All heads see the same rows of 288 elements. A block takes 16 heads, the rows of m16n8k16 tiles: of the scores its four
-//                warps take 16 keys each, over all elements, with the queries in registers; of the weighted sum a quarter of the columns
-//                each, over all keys, so that sums stay in 32 registers a lane. Between the two the weights pass through shared memory. The
+// layout         All heads see the same rows of 288 elements. A block takes 16 heads, the rows of m16n8k16 tiles. Of the scores its four
+//                warps take 16 keys each, over all elements, with the queries in registers. Of the weighted sum they take a quarter of the
+//                columns each, over all keys, so that sums stay in 32 registers a lane. Between the two the weights pass through shared memory. The
 //                blocks of other heads read a page out of the L2, three of them on a multiprocessor of sm_90: one multiplies while another
 //                waits. The keys of a tree's path take the places that they would have in a sequence of their own
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(ROPE_DIM) || !defined(STAGES) || !defined(TREE)
@@ -43,8 +43,8 @@ constexpr int kWeightRow = kPageTokens * 2 + 16;  // bytes of a row of weights, 
 constexpr int kWeightBytes = kHeads * kWeightRow;
 static_assert(KV_RANK % 128 == 0 && ROPE_DIM % 32 == 0 && STAGES >= 2, "sizes that the kernel does not take");
 
-// A row's chunks are permuted for the 8 x 8 ldmatrix. Rows are a multiple of 64 bytes apart, an odd multiple if they have 288 elements:
-// then neighbours alternate between two halves of the banks, and two more bits of the row choose among the four chunks of a half.
+// A row's chunks are permuted for the 8 x 8 ldmatrix. Rows are a multiple of 64 bytes apart, an odd multiple if they have 288 elements.
+// Then neighbours alternate between two halves of the banks, and two more bits of the row choose among the four chunks of a half.
 DEVICE int phase_of(int row) { return (row >> 1 & 3) << 4; }
 // Byte offset of a row's chunk 4 i + 2 odd + `chunk` from byte 64 i of the row.
 DEVICE int swizzled(int row, int chunk, int odd) { return (odd * 32 + chunk * 16) ^ phase_of(row); }

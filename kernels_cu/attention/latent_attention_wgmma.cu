@@ -17,16 +17,16 @@
 //                pages in shared memory, 3 or 4. TREE: 1 reads tree_masks
 // grid           (a, T, ceil(HEADS / 64)): a row's runs x, x + a and so on, of 64 heads; block 128; shared memory
 //                kBarrierOffset + 8 * STAGES bytes
-// launched after absorb_queries, which releases this kernel before its own wait, and which itself starts once all kernels before the two
-//                products in front of it have finished: so keys that are not fresh are read before pdl_wait
+// launched after absorb_queries, which releases this kernel before its own wait. absorb_queries itself starts once all kernels before the
+//                two products in front of it have finished: so keys that are not fresh are read before pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are rounded
 //                to scalar_t for the product with the latents
 // oracle         NumpyOps.decode_latent_attention
 // source         arXiv 2405.04434; Flash-Decoding (Dao et al. 2023), FlashAttention-3 (arXiv 2407.08608)
-// layout         A warpgroup has 64 heads as the rows of its products, so that a page passes through shared memory once for all of them:
-//                with 16 heads a block the reads of shared memory take longer than the products. Rows of queries that do not exist are
-//                whatever lies behind those that do: nothing of them is stored. A page lies there in panels of 64 columns, which are read
-//                as keys and, transposed, as values. The products of a page's scores start before those of the last page's sums, beside
+// layout         A warpgroup has 64 heads as the rows of its products, so that a page passes through shared memory once for all of them.
+//                With 16 heads a block the reads of shared memory take longer than the products. Rows of queries that do not exist are
+//                whatever lies behind those that do: nothing of them is stored. In shared memory a page lies in panels of 64 columns, which
+//                are read as keys and, transposed, as values. The products of a page's scores start before those of the last page's sums, beside
 //                which the softmax runs. A block copies the pages of all its runs as one sequence: whole pages of old keys with the copy
 //                engine, so that no fence waits for later pages; others row by row
 #if !defined(HEADS) || !defined(KV_RANK) || !defined(ROPE_DIM) || !defined(STAGES) || !defined(TREE)
@@ -115,7 +115,7 @@ DEVICE void load_queries(uint32_t to, const scalar_t* queries, int num_heads) {
 // Goes through the pages of the block's runs, one after the other.
 struct Walk {
   const LatentCut& cut;
-  int run, page, end;   // page of the row; the page behind the run's last one
+  int run, page, end;   // the run, the page of the row, the page behind the run's last one
 
   DEVICE explicit Walk(const LatentCut& whole) : cut(whole), run(blockIdx.x) { enter(); }
   DEVICE void enter() { page = run * cut.run_pages, end = min(page + cut.run_pages, cut.num_pages); }
@@ -313,14 +313,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Scores scores;
   Weights weights;
   float keep[2];
-  int slot = 0, before = 0, turn = 0;   // ring's places of the page and of the one before it; turns of the loop, up to STAGES
+  int slot = 0, before = 0, turn = 0;   // places in the ring of the page and of the one before it; turns of the loop, up to STAGES
   int parity = 0;                       // parity of the barrier's phase for that place
   for (Walk now(cut); !now.is_over(); now.next()) {
     if (source.is_old(now.page)) {
       mbarrier_wait(barriers + slot * 8, parity);
     } else {
-      // Each turn commits a group, from turn 2 on that of the page STAGES - 2 further on: STAGES - 1 groups are younger than that of one of
-      // the first STAGES pages, STAGES - 3 than that of a later page.
+      // Each turn commits a group, from turn 2 on that of the page STAGES - 2 further on. So STAGES - 1 groups are younger than that of one
+      // of the first STAGES pages, and STAGES - 3 than that of a later page.
       if (turn < STAGES) cp_async_wait<STAGES - 1>(); else cp_async_wait<STAGES - 3>();
       async_proxy_fence();
     }

@@ -13,8 +13,8 @@ constexpr int kChunks = kCached / 8;              // 16-byte chunks of a row
 constexpr int kRowBytes = kCached * 2;
 constexpr int kPageBytes = kPageTokens * kRowBytes;
 
-// Prefetches the block's part of the first `bytes` (a multiple of 16) of weights that later kernels read to the L2. It is called once the
-// pages have been asked for: from then on memory has little to do until the next kernels run.
+// Prefetches to the L2 the block's part of the first `bytes` (a multiple of 16) of weights that later kernels read; only blocks of y = z = 0
+// have a part. It is called once the pages have been asked for: from then on memory has little to do until the next kernels run.
 DEVICE void bring_upcoming(const unsigned char* weights, int bytes) {
   constexpr int kPieceBytes = 2048;
   if (blockIdx.y + blockIdx.z > 0) return;
@@ -37,8 +37,8 @@ struct Source {
   // Whether all 64 keys of the page are settled, and none is of the path.
   DEVICE bool is_old(int page) const { return first_fresh(page) == kPageTokens && (page + 1) * kPageTokens <= length - num_nodes; }
 
-  // Starts the copy of a chunk of a row to shared address `place`. Its page begins with row `first_row` of all pages and has `visible` keys
-  // of the sequence, the last num_nodes of which lie where the path says. Rows from `visible` on become zeros.
+  // Starts the copy of a chunk of a row to shared address `place`. Its page begins with row `first_row` of all pages. From there on the
+  // sequence has `visible` keys, the last num_nodes of which lie where the path says. Rows from `visible` on become zeros.
   DEVICE void copy(uint32_t place, int first_row, int row, int chunk, int visible) const {
     const int node = row - visible + num_nodes;
     const int from = TREE && node >= 0 && row < visible ? load_shared_word(path + node * 4) : first_row + row;

@@ -27,11 +27,11 @@
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kRunThreads = KV_RANK / 4;      // threads that take a run, four columns each
-constexpr int kGroups = kThreads / kRunThreads;  // groups of so many threads
+constexpr int kGroups = kThreads / kRunThreads;  // groups of kRunThreads threads
 constexpr int kWarpRows = VALUE_DIM / kWarps;
 constexpr int kSpans = KV_RANK / 256;         // spans of 256 columns, 8 for each lane
 constexpr int kMostRuns = 256, kLaneRuns = kMostRuns / 32;   // most runs of a row; how many of them a lane keeps the share of
-constexpr int kFewRuns = 32;  // with at most so many runs of a row the next kernel starts before their means are asked for
+constexpr int kFewRuns = 32;  // with at most so many runs of a row the next kernel is released before their means are asked for
 constexpr int kBatch = KV_RANK == 256 ? 16 : 8;  // runs that a thread reads at a time
 static_assert(kThreads % kRunThreads == 0 && kRunThreads % 32 == 0 && KV_RANK % 256 == 0 && VALUE_DIM % kWarps == 0,
               "sizes that the kernel does not take");
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int span = 0; span < kSpans; span++)
       weights[d][span] = load16_past_l1(own + d * KV_RANK + span * 256 + lane * 8);
   int length = length_of(blockIdx.y, positions, slots);
-  // With many runs the next kernel starts when their first means have been asked for: its loads of weights would be in the way.
+  // With many runs the next kernel is released only when their first means have been asked for: its loads of weights would be in the way.
   if (LatentCut(length, num_splits).num_runs <= kFewRuns) pdl_launch_dependents();
   pdl_wait();
   for (int row = blockIdx.y; row < num_rows; row += gridDim.y) {

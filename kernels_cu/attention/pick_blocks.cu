@@ -12,7 +12,7 @@
 //   oracle    reference/sparse_attention.py choose_blocks
 //   source    InfLLM-v2 (arXiv 2509.24663)
 //   layout    the threshold of the choice is found by digits of 10 bits, from the highest: a histogram of those scores that begin with the
-//             digits found so far gives the next digit, and mostly two digits are enough. Counts in shared memory do not depend on the
+//             digits found so far gives the next digit. Mostly two digits are enough. Counts in shared memory do not depend on the
 //             order of their additions. Scores are not negative, so that their bits have their order. A thread reads only scores that it
 //             has stored itself. Everything else waits while a row's block works alone, so what counts is how many instructions follow one
 //             another
@@ -89,7 +89,7 @@ DEVICE void find_bin(Counts& counts, int wanted) {
   }
   const int of_warp = __reduce_add_sync(0xFFFFFFFFu, own);
   int above = meet(of_warp, counts.of_warps[0]).y;
-  if (above < wanted && wanted <= above + of_warp) {  // one of this warp's bins is the one
+  if (above < wanted && wanted <= above + of_warp) {  // the bin is one of this warp's
     int sum = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -129,7 +129,7 @@ DEVICE uint32_t threshold(const uint32_t* scores, const Run& run, int wanted, Co
   return found << shift;
 }
 
-// Positions and slots are read before pdl_wait: they were written before the kernel before this one passed its own wait.
+// Positions and slots are read before pdl_wait, as in select_blocks.cu: they are older than the product that made q.
 extern "C" __global__ void __launch_bounds__(THREADS)
     KERNEL(pick_blocks)(int* blocks, const float2* pooled, const int* positions, const int* slots,
                         int pages_per_sequence, int num_selected, int init_blocks, int local_blocks,

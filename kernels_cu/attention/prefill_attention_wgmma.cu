@@ -62,7 +62,7 @@ DEVICE uint32_t barrier_of(uint32_t shared, Barrier kind, int stage) {
 // The part of the chunk that a block takes.
 struct Work {
   int slot, start, count;
-  int first_row;  // first row of the chunk's; blocks take these from the end: negative past the beginning
+  int first_row;  // the block's first row of the chunk; blocks take rows from the end: it is negative past the beginning
   int tiles;      // tiles of keys up to the last one that its last row sees
 
   DEVICE explicit Work(const int* chunk) {
@@ -171,8 +171,8 @@ DEVICE void pack(Weights& weights, const Scores& scores) {
   for (int i = 0; i < kKeys / 4; ++i) weights[i / 4][i % 4] = pack2(scores[2 * i], scores[2 * i + 1]);
 }
 
-// Warpgroups take turns to start their products: warpgroup w waits at numbered barrier 1 + w. There are tiles - 1
-// rounds, which warpgroup 0 begins.
+// Warpgroups take turns to start their products: warpgroup w waits at numbered barrier 1 + w. There is a round for each
+// tile that is read except the first, from 1 to `rounds`. Warpgroup 0 begins round 1 without waiting.
 DEVICE void take_turn(int warpgroup, int round) {
   if (warpgroup > 0 || round > 1) barrier_wait(1 + warpgroup, 2 * kWarpgroupThreads);
 }

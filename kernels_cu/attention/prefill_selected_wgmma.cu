@@ -26,8 +26,8 @@
 //                kHeads heads of up to kTileRows neighbours, of which a warp has one, and makes the softmax only if
 //                this one chose the block. Blocks that at most two rows of a warpgroup chose are multiplied by each
 //                row's warp alone, with the same order of sums; where rows share much, all is multiplied together. The
-//                list says who reads an entry: a warp waits only for the entries that it reads itself, and the copying
-//                warp arrives at their barriers in the place of the warps that do not. An entry goes to any place that
+//                list says who reads an entry. A warp waits only for the entries that it reads itself, and the copying
+//                warp arrives at an entry's barrier in the place of the warps that do not read it. An entry goes to any place that
 //                is free: in order, entries behind one whose warp is busy would wait too. A maximum is raised only
 //                where it is far surpassed, and the first half of the keys is multiplied with v beside the exponentials
 //                of the second. A warp gives each block back before it waits for the next one, which may lie a whole

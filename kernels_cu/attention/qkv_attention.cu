@@ -6,8 +6,8 @@
 // x              [K] scalar_t; norm [K]; weight packed as in packed_layout.cuh; rope [2, max_context, D / 2] float32
 // constants      GROUP: query heads of a KV head, at most 8. HEAD_ROUNDS: tiles of a block, an eighth of the KV head's, at most 8. STAGES:
 //                places of the rings of pages, at least 2. SMEM_BYTES: shared memory of the product, a multiple of 128; attention's memory
-//                follows it. It leaves a ring of weights HEAD_ROUNDS chunks. EARLY_SLOTS: so many or more. KEPT_ROUNDS: 1, since partial
-//                sums lie in the rings
+//                follows it. The product's part leaves a ring of weights HEAD_ROUNDS chunks. EARLY_SLOTS: HEAD_ROUNDS or more.
+//                KEPT_ROUNDS: 1, since partial sums lie in the rings
 //                LINEAR: HEAD_DIM: IN_FEATURES: WEIGHT_BITS: RUNS: SCALE_GROUP: ZEROS: ROWS: WARPS: WARPGROUPS: SHARED_RUN: NORM: PREPARED:
 //                STAGE_SLICES: CLUSTERS: RECEIVED_APART: FEEDS: TRIGGER: PORTABLE: as in linear_packed.cu for the normalised product qkv of
 //                one row, whose eight warps have a run of at most 128 columns each
@@ -19,7 +19,7 @@
 // source         original; Flash-Decoding (Dao et al. 2023), RoPE arXiv 2104.09864
 // layout         For one row and a short context both kernels take little more than the time of their starts and ends. Here the eight
 //                blocks of a cluster make the rows of q, k and v that their KV head needs, a tile a round for eight warps with a run of K
-//                each, and send them to each other; weights, pages and block tables were asked for before x was there. A row of any length
+//                each, and send them to each other. Weights, pages and block tables were asked for before x was there. A row of any length
 //                comes out right, but of a long one each block takes many runs of pages, one after another: decode_attention shares them
 //                out among many clusters
 #if !defined(GROUP) || !defined(HEAD_ROUNDS) || !defined(STAGES) || !defined(LINEAR) || !defined(HEAD_DIM) || !defined(IN_FEATURES) || \

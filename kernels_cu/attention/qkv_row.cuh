@@ -24,7 +24,7 @@ namespace attention {
 constexpr int kCluster = attention::kCluster, kThreads = 256;
 constexpr int kReceivedBytes = 2 * HEAD_DIM * 2;         // bytes of the row's key, then of its value
 constexpr int kRowBytes = (GROUP + 2) * HEAD_DIM * 2;    // bytes of q, k and v that a block receives
-constexpr int kRoomBytes = kReceivedBytes + HEAD_ROUNDS * 32;  // and 32 bytes for each warp, which sends its tile from there
+constexpr int kRoomBytes = kReceivedBytes + HEAD_ROUNDS * 32;  // and 32 bytes for each warp that finishes a tile, which it sends from there
 
 static_assert(GROUP <= 8 && CLUSTER == kCluster, "a cluster takes a KV head");
 static_assert(HEAD_ROUNDS * 32 <= kThreads, "a warp finishes a tile");
@@ -50,9 +50,9 @@ struct Output {
   }
 };
 
-// Adds up the sums of a tile over the runs of K, rotates and rounds them, and sends them to all blocks of the cluster: a head of queries to
-// its row of the tile `queries`, the key and the value side by side to `row`. The tile's warp does it; every block's barrier counts the
-// bytes. Keys and values are also stored at `page_row`, if it is not null.
+// Adds up the sums of a tile over the runs of K, rotates and rounds them, and sends them to all blocks of the cluster. A head of queries
+// goes to its row of the tile `queries`, the key and the value go to `row`, the value behind the key. The tile's warp does it; every block's
+// barrier counts the bytes. The key or the value is also stored at `page_row`, if that is not null.
 template <class Product>
 DEVICE void finish_tile(const Product& product, const Output& output, float factor, uint32_t queries, uint32_t row, uint32_t barrier,
                         scalar_t* page_row) {
@@ -109,7 +109,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
   __syncwarp();
   cluster_announce();
 
-  // Asks for the pages of the block's first run, except for the row's own key and value.
+  // Asks for the block's first pages, except for the row's own key and value.
   unsigned char* const own = memory + SMEM_BYTES;
   const uint32_t row = shared_address(memory) + Product::kRowOffset;  // where the row's key and value arrive
   const int warp = threadIdx.x >> 5;
@@ -151,7 +151,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
                static_cast<int64_t>(kv_head * kPageTokens + position % kPageTokens) * HEAD_DIM;
   }
 
-  const int first_pages = min(cut.run_pages, cut.num_pages - rank * cut.run_pages);  // of the block's first run
+  const int first_pages = min(cut.run_pages, cut.num_pages - rank * cut.run_pages);  // pages of the block's first run
   const bool is_filled = rank < cut.num_runs && rank + kCluster >= cut.num_runs && first_pages <= STAGES;
   product.prepare();
 

@@ -136,8 +136,8 @@ DEVICE int node_of(uint64_t mask, int before) {
 }
 #endif
 
-// Pointers to what an earlier kernel of the step wrote are not __restrict__: the compiler may take their loads for loads of constants and
-// move them before pdl_wait. The next kernel is released only after this one's wait: decode_attention reads early what is older than this
+// Pointers to what an earlier kernel of the step wrote are not __restrict__: else the compiler might take their loads for loads of constants
+// and move them before pdl_wait. The next kernel is released only after this one's wait: decode_attention reads early what is older than this
 // launch.
 extern "C" __global__ void __launch_bounds__(256)
     KERNEL(rope_append)(scalar_t* __restrict__ q, page_t* __restrict__ k_pages, page_t* __restrict__ v_pages,

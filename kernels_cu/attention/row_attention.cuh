@@ -45,7 +45,7 @@ struct RowAttention {
     stream.locate();
     return stream.ids[0];
   }
-  // Tiles of query heads of all KV heads.
+  // Returns the number of tiles of query heads of all KV heads.
   DEVICE int units() const { return num_kv_heads * kTiles; }
   DEVICE bool has_run() const { return blockIdx.x < num_runs; }
   DEVICE Heads heads_of(int unit) const {
@@ -70,7 +70,7 @@ struct RowAttention {
   }
   // Attends to the block's runs; of each tile of heads the last block to finish merges them. `first_page` is what first_page() returned.
   // Keys older than this step are read before `wait()`, which all threads call once. No warp may use `memory` any more, and in blocks
-  // with a run nothing may still be being copied there.
+  // with a run no copy to it may be in flight.
   template <class Wait>
   DEVICE void attend(unsigned char* memory, int first_page, const scalar_t* k_pages, const scalar_t* v_pages, Wait wait) const {
     float (&log_sums)[kWarps][16] = *reinterpret_cast<float (*)[kWarps][16]>(memory + kTeamBytes);

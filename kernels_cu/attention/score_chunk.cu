@@ -143,7 +143,7 @@ DEVICE void pass_turn(int warpgroup, int i, int count) {
   if (next > 0 || i + 1 < count) barrier_arrive(1 + next, 256);
 }
 
-// Hands the scores of the ring's tiles begin .. end - 1, of `all`, to consume(scores, number), number = first, first + stride, ...
+// Hands the scores of the ring's tiles begin .. end - 1 (of `all` tiles) to consume(scores, number), number = first, first + stride, ...
 template <typename Consume>
 DEVICE void each_tile(const Queries& queries, const Ring& ring, int begin, int end, int all, int first, int stride,
                       Consume& consume) {

@@ -21,11 +21,11 @@
 //   oracle    reference/sparse_attention.py block_scores
 //   source    InfLLM-v2 (arXiv 2509.24663)
 //   layout    the query heads of a KV head are the rows of m16n8k16 tiles. A warp takes 32 compressed keys at a time, straight into
-//             registers: 32 dims of a key lie in the four lanes that hold its column, 16 bytes each, in an order of dims that the queries
+//             registers. 32 dims of a key lie in the four lanes that hold its column, 16 bytes each, in an order of dims that the queries
 //             have too, and that makes no difference to a sum of products. Warps do not depend on each other: those of a block take the
 //             same keys for neighbouring rows, which then find them in L1, or other keys for one row. Both kernels let the next one start
-//             at once, and read their first keys before pdl_wait unless this step writes them: keys, positions, slots and tables of earlier
-//             steps are older than the product that made q
+//             at once, and read their first keys before pdl_wait unless this step writes them. Keys of earlier steps, and positions, slots
+//             and tables, are older than the product that made q
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(TREE)
 #error "a constant is not defined"
 #endif

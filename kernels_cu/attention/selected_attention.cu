@@ -20,17 +20,17 @@
 // grid           (8 * a, units * T, b) for a * b clusters of a row, which with PAIRED are halves of clusters of 16, a
 //                even; block 128 in clusters of 8 or 16 along x; shared memory 16 * D * 2 + STAGES * 64 * D * 4 + 5 *
 //                kHeads * D bytes
-// launched after pick_blocks, which releases this kernel once all before it have finished: everything except `blocks`
-//                is read before pdl_wait
+// launched after pick_blocks, which releases this kernel once all kernels before it have finished: everything except
+//                `blocks`, and the pages that it alone names, is read before pdl_wait
 // numerics       those of decode_attention; a row's bits depend on nothing but the row and num_splits
 // oracle         NumpyOps.decode_attention
 // source         InfLLM-v2 (arXiv 2509.24663); Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
-// layout         That of decode_attention with three differences. A cluster begins with the last of its runs: their
+// layout         That of decode_attention with three differences. A cluster begins with the last of its runs. Their
 //                pages are those of the blocks next to the row, known before the lists are, so that up to a third of
 //                the reading is done while blocks are still being chosen. What the blocks of a cluster send each other
 //                is merged after the first page of the next run, when it has long arrived. And runs are longer, since a
 //                turn of a cluster costs time beside what it reads. With PAIRED the two halves of a cluster of 16 do
-//                what two clusters do otherwise; where the row has no more runs than theirs, the second half sends its
+//                what two clusters do otherwise. Where the row has no more runs than theirs, the second half sends its
 //                results to the first instead of through memory, with the same bits
 #if !defined(HEAD_DIM) || !defined(GROUP) || !defined(STAGES) || !defined(TREE) || !defined(PAIRED)
 #error "a constant is not defined"

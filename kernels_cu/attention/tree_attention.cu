@@ -24,12 +24,13 @@
 //                block 128 * ROW_TILES in clusters of CLUSTER along x; shared memory (STAGES * 128 + max(128 + 16 *
 //                ROW_TILES, 96 * ROW_TILES)) * D * 2 + ROW_TILES * (16 * D * 32 / CLUSTER + 512) bytes
 // launched after linear_qkv or rope_append, which release this kernel once all kernels before them have finished: so
-//                everything except q and the keys that this step writes is read before pdl_wait
+//                everything except q and the keys that this step writes is read before pdl_wait; but pages of a group are not
+//                if another row of the slot has an earlier base
 // numerics       those of decode_attention, to the bit
 // oracle         NumpyOps.decode_attention
 // source         original; Flash-Decoding (Dao et al. 2023), FlashAttention-2 (arXiv 2307.08691)
 // layout         A row's bits must be those of plain decoding, which fix its runs of pages, the four slices of 16 keys
-//                of a page with a softmax of their own, and the order in which these are merged; nothing fixes which
+//                of a page with a softmax of their own, and the order in which these are merged. Nothing fixes which
 //                warp does what. Rows of a tree see the same pages, cut alike unless a page begins between them
 //                (Group). A block takes the heads of up to ROW_TILES * kPacked of them, a warp one slice for a tile of
 //                16 query rows, and every page is read once for all. The nodes are loaded in their own order beside the
@@ -86,8 +87,8 @@ struct Sources {
   uint32_t stage, nodes, zeros;
   int base, run_end;
 
-  // Finds key `key` of the row of a half, in page i of the step. Zeros stand for what no row sees, and for a page that
-  // does not exist: memory that was never written may hold NaN.
+  // Finds key `key` of the row of a half, in page i of the step. Zeros stand for keys behind the row's last one, and for a
+  // page that does not exist: memory that was never written may hold NaN.
   DEVICE PageRow find(const TileRows& rows, int half, int key, int i, bool is_v) const {
     if (kAtOnce > 1 && key / kPageTokens >= run_end) return PageRow(zeros, 0);
     if (key < base) return PageRow(stage + (is_v * kAtOnce + i) * kPageBytes, key % kPageTokens);
@@ -172,8 +173,8 @@ DEVICE void load_queries(unsigned char* queries, const scalar_t* q, const TileRo
   }
 }
 
-// Attends to all runs of the block in one cluster of runs. The ring has been filled, and the queries have been stored
-// without a barrier since.
+// Attends to all runs of the block in one cluster of runs. The copies that fill the ring have been started, and the
+// queries have been stored without a barrier since.
 DEVICE void attend_runs(unsigned char* shared, Pages& pages, Sources sources, const TileRows& rows,
                         const Exchange& exchange, int num_nodes, int first_tail, float scale) {
   const int slice = threadIdx.x / 32 % kSlices, tile = threadIdx.x / 128;

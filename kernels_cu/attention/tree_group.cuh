@@ -1,6 +1,6 @@
-// Groups of rows of a step whose pages a block of tree_attention reads for all of them: which rows they are, the path
-// of each one, and their pages, which pass through a ring one after another. The nodes of the tree are loaded in the
-// order of their numbers.
+// Groups of rows of a step: a block of tree_attention reads their pages for all rows of a group. Finds the rows of a
+// group, the path of each one, and their pages, which pass through a ring one after another. The nodes of the tree are
+// loaded in the order of their numbers.
 #pragma once
 #include "page_tiles.cuh"
 

@@ -1,5 +1,6 @@
-// Merges the partial results of a block's tiles, in three stages: those of the four slices of pages by an exchange in the layout of
-// accumulators, those of the runs of a cluster by sending each block the vectors that it merges, those of clusters through the workspace.
+// Merges the partial results of a block's tiles in three stages. Those of the four slices of pages are merged by an exchange in the layout
+// of accumulators. Those of the runs of a cluster are merged by sending each block the vectors that it merges, those of clusters through
+// the workspace.
 //
 // A vector is four elements of one query row that a lane holds of a pair of accumulator tiles (output_vector).
 #pragma once

@@ -18,7 +18,8 @@ DEVICE float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(0xFFFFFFFFu, x, 2));
 }
 
-// Replaces each value by its quad_max. Step by step for all of them, so that their shuffles do not wait for each other.
+// Replaces each value by its quad_max. All of them take each step together, so that their shuffles do not wait for each
+// other.
 template <int COUNT>
 DEVICE void quad_maxima(float (&x)[COUNT]) {
 #pragma unroll

@@ -1,9 +1,9 @@
 // Ends a speculative step: finds each tree's accepted path and updates the slot's state, history, counts, KV pages and result.
 //
-//   formula   The path starts at the root and goes on to the child whose token equals the one sampled at its parent. It also
-//             ends after a stop id, at max_new_tokens, and before a node at which no token could be sampled. The step's
-//             tokens are those sampled at the path's nodes, `length` of them (with a simulated length: the drafted token that
-//             follows each node but the last). With P the root's position:
+//   formula   The path starts at the root and goes on to the first child whose token equals the one sampled at its parent. It
+//             ends where there is no such child, after a stop id, at max_new_tokens, and before a node at which no token could
+//             be sampled. The step's tokens are those sampled at the path's nodes, `length` of them (with a simulated length,
+//             after each node but the last the drafted token that follows it). With P the root's position:
 //             words = the tokens, then the reason (kNonFinite ..) if the path ended for want of a token, then kNoToken;
 //             state = the slot's state after the tokens; history[slot][P + 1 + j] = token j; token_counts += the tokens;
 //             pages[P + j] = pages[P + path[j]] in every layer of every cache;
@@ -15,8 +15,8 @@
 //             ResultRecord in mapped host memory; context StepContext. In the step of a small model that drafts, results
 //             and token_counts are null: nothing is reported to the host, and no command is counted
 //   constants VOCAB: entries of the vocabulary
-//   launch    grid (1 + ceil((c * layers * kv_heads * head_dim + width) / 8 / 256), n), c caches; block 256; 2 KB of
-//             static shared memory
+//   launch    grid (1 + ceil((c * layers * kv_heads * head_dim + width) / 8 / 256), n), c caches; block 256;
+//             under 1 KB of static shared memory
 //   numerics  integers; keys, values and hidden are copied
 //   oracle    reference/draft_tree.py accept; tests/speculation_oracle.py
 //   source    original
@@ -85,8 +85,8 @@ DEVICE int simulated_length(const DraftTree* tree, float mean) {
   return static_cast<int>(floor(before + mean) - floor(before));
 }
 
-// Finds the accepted path and writes it to `path` in shared memory. All of warp 0. If `simulate_accept` is > 0 the path is the one
-// to the deepest node instead, whose nodes go to `line` (shared) by depth, cut so that paths are that long in the mean.
+// Finds the accepted path and writes it to `path` in shared memory. All of warp 0. If `simulate_accept` is > 0, the path is the one to
+// the deepest node instead, cut so that the mean length of paths is `simulate_accept`. Its nodes go to `line` (shared) by depth.
 DEVICE void find_path(Path& path, int* line, const DraftTree* tree, const SlotState* state, int tree_size,
                       float simulate_accept) {
   const int lane = threadIdx.x, num_left = state->max_new_tokens - tree->num_generated;

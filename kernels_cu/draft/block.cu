@@ -33,7 +33,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kPart = VOCAB / PARTS;
 constexpr int kPartBest = kPart < kMaxTopK ? kPart : kMaxTopK;
 constexpr int kCandidates = PARTS * kPartBest;
-constexpr int kOfWarp = (kCandidates + kWarps - 1) / kWarps;  // candidates of a warp
+constexpr int kOfWarp = (kCandidates + kWarps - 1) / kWarps;  // candidates of a warp, at most
 constexpr int kLineElements = 64;  // elements in a cache line of 128 bytes
 constexpr int kOfLanes = 256;      // columns that the lanes of a warp read at a time
 static_assert(VOCAB % PARTS == 0 && RANK % 8 == 0, "parts are equal, and rows are read 16 bytes at a time");
@@ -95,7 +95,7 @@ DEVICE float dot_rows(const scalar_t* row, const scalar_t* weights, int count) {
   return sum;
 }
 
-// Whether the confidence is below `least`. Its logit is `of_state`, which the hidden state and the bias give, plus
+// Returns whether the confidence is below `least`. Its logit is `of_state`, which the hidden state and the bias give, plus
 // weights . context. All lanes of a warp; every warp gets the same answer.
 DEVICE bool is_below(float least, float of_state, const scalar_t* weights, const float* context) {
   float sum = 0.0f;
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   logits += static_cast<int64_t>(own) * VOCAB, states += static_cast<int64_t>(own) * hidden;
   ids += own * kCandidates, slots += own;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Rows of padding come last, so the number of other rows is the longest possible chain.
+  // Rows of padding come last, so the number of other rows, at most tree_size - 1, is the longest possible chain.
   const int length = __syncthreads_count(threadIdx.x + 1 < tree_size && slots[threadIdx.x] >= 0);
   if (confidence) {
     for (int row = warp; row < length; row += kWarps) {

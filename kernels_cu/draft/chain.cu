@@ -3,7 +3,7 @@
 //   formula   The small model's last pass had num_rows rows, of which the first ones may be padding.
 //             chain_begin: the inner draft's row r is (token, position - position_offset, slot) of row r. The first row that is
 //             no padding is left out if its hidden state is missing; the newest row is left out if no chain is drafted (ids is
-//             null), because it runs again in the next pass. hidden[first used row] = carry_hidden[slot][0]; then
+//             null), because it runs again in the next pass. hidden[first row that is no padding] = carry_hidden[slot][0]; then
 //             carry_hidden[slot][0] = the state of the last row taken. If ids is not null, a chain begins: a greedy sequence
 //             whose first token, ids[0], follows the root.
 //             chain_goes_on: tells the WHILE node whether the chain goes on; it ends at `length` tokens or when the slot has no
@@ -33,7 +33,7 @@ extern "C" __device__ void cudaGraphSetConditional(uint64_t handle, unsigned val
 // Returns the number of positions that the slot has room for, in its pages and in max_context.
 DEVICE int room(const DraftTree* tree) { return min(tree->capacity, tree->max_context); }
 
-// Makes `state` that of a greedy sequence of at most `length` tokens, of which `token`, the first, stands behind the root.
+// Makes `state` that of a greedy sequence of at most `length` tokens, whose first, `token`, follows the root.
 DEVICE void begin_chain(SlotState* state, const DraftTree* tree, int token, int length) {
   state->last_token = token;
   state->position = tree->position + 1;

@@ -11,8 +11,8 @@ struct PairTile {
   int expert, first, count;   // expert -1: none
 };
 
-// Returns tile `index` of PAIRS pairs at most, numbered over all experts, one expert after another; expert -1 if there are not as
-// many tiles. `count` of lane e is the number of expert e's pairs. All lanes.
+// Returns tile number `index`; a tile has PAIRS pairs at most, and tiles are numbered one expert after another. Its expert is -1 if
+// there are not as many tiles. `count` of lane e is the number of expert e's pairs. All lanes.
 template <int PAIRS>
 DEVICE PairTile tile_of(int count, int index) {
   const int lane = threadIdx.x % 32, tiles = (count + PAIRS - 1) / PAIRS;

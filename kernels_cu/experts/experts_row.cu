@@ -275,5 +275,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     x[column_of(i)] = from_float(fmaf(scale, sum, to_float(i < kThreads ? before : x[column_of(i)])));
   }
-  if (index == 0 && lane == 0) words.count_launch();   // its tile took all of inner, so every block has read the number
+  if (index == 0 && lane == 0) words.count_launch();   // the block's tile of down took all of inner: every block has read the number
 }

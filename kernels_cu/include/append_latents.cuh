@@ -79,8 +79,8 @@ struct Append {
     }
   }
 
-  // Stores the rows from first_row on, a warp each: a warp's next row is `step` further. It calls pdl_wait itself; the norm's weights and
-  // the place of the first row are read before that.
+  // Stores the rows from first_row on, a warp each: a warp's next row is `step` further. It calls pdl_wait itself; the norm's weights, and
+  // the place and the angles of the warp's first row, are read before that.
   DEVICE void run(int first_row, int step) const {
     const int lane = threadIdx.x % 32, first = first_row + threadIdx.x / 32;
     uint4 weights[kLatentSpans];

@@ -39,8 +39,8 @@ struct alignas(16) DraftTree {
   float scores[kMaxCandidates];  // cumulative log-probabilities
 };
 
-// Returns the slot of a row, or -1 where the slot has no page for its location or its position is too large: such a row is padding and
-// writes no keys.
+// Returns the slot of a row, or -1 for padding, which writes no keys: if the tree has no slot, the slot has no page for the row's
+// location, or the row's position is not below max_context.
 DEVICE int slot_at(const DraftTree* tree, int location, int position) {
   return location < tree->capacity && position < tree->max_context ? tree->slot : -1;
 }

@@ -5,7 +5,7 @@
 
 constexpr int kTileM = 128, kBand = 16;   // rows of a tile of y; row tiles in a band
 
-// Returns the place of chunk `chunk` (16 bytes) in its tile row of CHUNKS chunks. The chunk of 8 rows then covers all 32 banks.
+// Returns the place of chunk `chunk` (16 bytes) in its tile row of CHUNKS chunks. The same chunk of 8 rows then covers all 32 banks.
 template <int CHUNKS>
 DEVICE int swizzle(int row, int chunk) {
   static_assert(CHUNKS == 4 || CHUNKS == 8, "CHUNKS");

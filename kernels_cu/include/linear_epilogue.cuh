@@ -1,13 +1,13 @@
 // Tiles and epilogues of the skinny products, a pair of structs for each product. The Tiles struct says which 16 rows of W a tile takes, the
 // epilogue turns the tile's sums into outputs.
 //
-// A kernel calls prefetch(nt, i, tile, row, token) for each output that a thread will finish, where there is time for it; settle() once,
-// with a barrier between it and the first store; and store(nt, i, tile, row, token, lo, hi) with the sums of an output. An epilogue of
-// LINEAR 0 also has prepare(shared), publish() and look_up(), which are called first, in this order. NT: tiles of 8 tokens, nt is one of
-// them; PAIRS: outputs (lo row, hi row, token) of a token tile that one thread finishes, i is one of them. GUESSES (one row only):
-// guess() and guess_angle() are called before pdl_wait, and in rounds after the first forget_guess() before prefetch(). With HEAD_ROUNDS
-// (kernels that go on with the attention of the row) a cluster of kHeadBlocks takes the tiles that a KV head needs, and GROUP is the number
-// of its query heads.
+// A kernel calls prefetch(nt, i, tile, row, token) for each output that a thread will finish, at a point where its reads delay nothing;
+// settle() once, with a barrier between it and the first store; and store(nt, i, tile, row, token, lo, hi) with the sums of an output. An
+// epilogue of LINEAR 0 also has prepare(shared), publish() and look_up(), which are called in this order after pdl_wait, before those.
+// NT: tiles of 8 tokens, nt is one of them; PAIRS: outputs (lo row, hi row, token) of a token tile that one thread finishes, i is one of
+// them. packed_exchange.cuh passes nt = 0 for every token tile. GUESSES (one row only): guess() and guess_angle() are called before
+// pdl_wait, and in rounds after the first forget_guess() before prefetch(). With HEAD_ROUNDS (kernels that go on with the attention of
+// the row) a cluster of kHeadBlocks takes the tiles that a KV head needs, and GROUP is the number of its query heads.
 #pragma once
 #include "copy.cuh"
 #include "fatrelu.cuh"
@@ -58,7 +58,7 @@ struct QkvEpilogue {
   uint32_t place;   // shared memory, an int2 for each token: position, and number among the tokens of all pages (-1: not stored)
   int slot, position, location, stored;   // of the token that this thread looks up
   int guessed_slot = 0, guessed_position = -1, guessed_location = 0, page;
-  // Whether angles are read before the product, not when they are used: NT = 8 has no registers left for them.
+  // Whether `prefetch` reads the angles; else `store` does, because NT = 8 has no registers left to hold them.
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][PAIRS], sine[kEarly ? NT : 1][PAIRS];
 

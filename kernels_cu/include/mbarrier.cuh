@@ -17,7 +17,7 @@ DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives so many times at once, which may be 0.
+// Arrives `arrivals` times at once; with 0 it does nothing.
 DEVICE void mbarrier_arrive_many(uint32_t barrier, int arrivals) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n}" ::"r"(barrier),
                "r"(arrivals)

@@ -1,8 +1,8 @@
 // Routing of one row by a block: the row is normalised and scored against a router, then every warp chooses among the scores by itself.
 //
 // The first ROUTE_WARPS warps share the row; a thread has pieces of eight columns, 32 * ROUTE_WARPS pieces apart. Sums go over a
-// thread's pieces in order, then over lanes, then over warps in order. So of all constants the bits of scores and choice depend on
-// HIDDEN, EXPERTS and ROUTE_WARPS alone.
+// thread's pieces in order, then over lanes, then over warps in order. So of all constants the bits of the scores depend on HIDDEN,
+// EXPERTS and ROUTE_WARPS alone, and the choice on these and TOP.
 #pragma once
 #include "copy.cuh"
 #include "norm_values.cuh"
@@ -12,8 +12,8 @@ static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 static_assert(EXPERTS >= 1 && EXPERTS <= 32 && TOP >= 1 && TOP <= EXPERTS, "EXPERTS must be 1 to 32, TOP at most as many");
 
 constexpr int kRouteThreads = 32 * ROUTE_WARPS, kRouteTurns = (HIDDEN / 8 + kRouteThreads - 1) / kRouteThreads;
-// Bytes of shared memory that hold the norm's weights and the router, if they are at most 46 KB; larger ones are read from memory when they
-// are needed.
+// Bytes of shared memory that hold the norm's weights and the router, if they are at most 46 KB; larger ones are read from global
+// memory when they are needed.
 constexpr int kAllRouteBytes = (1 + EXPERTS) * kRouteTurns * kRouteThreads * 16;
 constexpr bool kHoldsRouter = kAllRouteBytes <= 46 << 10;
 constexpr int kRouteBytes = kHoldsRouter ? kAllRouteBytes : 0;
@@ -66,8 +66,9 @@ DEVICE float dot(uint4 a, uint4 b, float sum) {
   return sum;
 }
 
-// Sums each of COUNT values, a power of two, over groups of 2 * DISTANCE lanes. The group's lanes from i * 2 * DISTANCE / COUNT on return
-// the sum of value i. An exchange halves the values that a lane has left to add; one value after the other would take five exchanges each.
+// Sums each of COUNT values, a power of two, over groups of 2 * DISTANCE lanes. The 2 * DISTANCE / COUNT lanes of the group from
+// i * 2 * DISTANCE / COUNT on return the sum of value i. An exchange halves the values that a lane has left to add; one value after the
+// other would take five exchanges each.
 template <int COUNT, int DISTANCE = 16>
 DEVICE float sum_of_each(const float (&values)[COUNT]) {
   constexpr int kLeft = COUNT > 1 ? COUNT / 2 : 1;

@@ -91,7 +91,7 @@ struct alignas(16) StepContext {
 
 constexpr uint32_t kNoToken = 0xFFFFFFFFu;
 // Reasons why no token could be sampled; as ints they are negative. kNonFinite: the logits hold NaN or +infinity, or nothing but
-// -infinity. kNoMask: the mask of a row did not come in time. kCutNode: a drafted node was reached that its form has cut.
+// -infinity. kNoMask: the mask of a row did not come in time. kCutNode: a drafted node was reached that the sequence's form has cut.
 // kNothingAllowed: the logits of all tokens that a mask allows are -infinity.
 constexpr uint32_t kNonFinite = 0xFFFFFFFEu;
 constexpr uint32_t kNoMask = 0xFFFFFFFDu;

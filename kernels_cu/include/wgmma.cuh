@@ -9,7 +9,7 @@
 // as the copy engine does. Where the product sums along a row, `panel_bytes` is ignored, and each further 16 elements of the
 // sum start 32 bytes further in the row. Where the product sums over the rows (an operand "of rows"), a row goes on in the
 // next panel, `panel_bytes` further, and each further 16 elements of the sum start 16 rows further. `descriptor_step` of
-// these bytes, added to a descriptor, goes there.
+// such a distance in bytes, added to a descriptor, goes there.
 template <int SWIZZLE>
 DEVICE uint64_t wgmma_descriptor(uint32_t shared, int panel_bytes) {
   static_assert(SWIZZLE == 128 || SWIZZLE == 64, "SWIZZLE");
@@ -24,7 +24,8 @@ DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most `PENDING` of the committed groups still run. Registers that the others used must go through `settle` then.
+// Waits until at most `PENDING` of the committed groups still run. Registers of the groups that
+// have finished must go through `settle` before they are used.
 template <int PENDING>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");

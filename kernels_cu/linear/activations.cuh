@@ -18,11 +18,11 @@ struct Activations {
       : at(lane), x(rows + lane.quarter * 8), T(num_rows), base(lane.shared + kXOffset + lane.lane * 16),
         remaining(lane.own_units * (kResident ? 1 : passes)) {}
 
-  // Returns where the lane's token of tile i lies in x from a unit on; in place of tokens from T on, the last one.
+  // Returns where unit `from_unit` of the lane's token in tile i begins in x; in place of tokens from T on, that of the last one.
   DEVICE const scalar_t* source(int i, int from_unit) const {
     return x + static_cast<size_t>(min(i * 8 + at.token, T - 1)) * kRowPitch + from_unit * 64;
   }
-  // Returns the address of the lane's 16 bytes of token tile i and 32 k (j = 0 or 1) in the unit at `place`.
+  // Returns the address of the lane's 16 bytes of token tile i and its j-th 32 k (j = 0 or 1) in the unit at `place`.
   DEVICE uint32_t address(int place, int i, int j) const {
     return base + place * kXUnitBytes + i * 1024 + j * (is_half(i) ? 256 : 512);
   }

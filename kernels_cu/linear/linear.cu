@@ -10,7 +10,7 @@
 //   ROWS_FIRST: x is asked for before the weights, so that it does not wait for them: for devices where a kernel begins only when
 //   the one before it has ended. FATRELU: of gate_up only, the activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements
 //   between rows of x, whose first K columns are taken; without it K. Rows with a pitch come from the product before this one, which
-//   starts this kernel behind its own pdl_wait: all kernels before that product have finished, so this one may start the next at once
+//   starts this kernel behind its own pdl_wait. So all kernels before that product have finished, and this one may start the next at once
 // Grid: any multiple of CLUSTER up to CLUSTER * ceil(tiles / kBlockTiles) blocks, clusters take groups of tiles in turn;
 //   block 256; SMEM_BYTES of dynamic shared memory.
 // Numerics: float32 accumulation in tensor cores over 8 * CLUSTER runs of K, the runs added in order; one rounding where a
@@ -212,7 +212,7 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
   activations.wait_first();
   if constexpr (LINEAR == 0) epilogue.publish();
   if (NORM) activations.normalise(eps);
-  else if (LINEAR != 1) __syncthreads();   // shows all what `publish` wrote, and x where warps share it
+  else if (LINEAR != 1) __syncthreads();   // makes visible what `publish` wrote, and x where warps share it
   if constexpr (LINEAR == 0) epilogue.look_up();
   int turn = 0;
 #pragma unroll 1

@@ -53,9 +53,10 @@ constexpr int kNormBytes = NORM ? kWarps * kOwnUnits * 128 : 0;
 constexpr int kSquareBytes = kOwners * kTokens * 4;
 constexpr int kEpilogueBytes = kTokens * 16;
 constexpr int kFixedBytes = kPartialBytes + kExchangeBytes + kNormBytes + kSquareBytes + kEpilogueBytes;
-// x of the block's runs stays in shared memory for all its tiles if that leaves a quarter of the space, or room for all chunks of a group, to
-// the weights. Else x is streamed again for each group of tiles: each warp streams its run through kStreamedUnits places, or,
-// where all warps need all of x, the block does so together, a stage of kWarps units at a time through two places.
+// x of the block's runs stays in shared memory for all its tiles (kResident) if that leaves the weights a quarter of the space, or each
+// ring room for a run of GROUP tiles, or if a run has no more than kStreamedUnits units. Else x is streamed again for each group of
+// tiles: each warp streams its run through kStreamedUnits places. Where all warps need all of x, the block streams it together, a stage
+// of kWarps units at a time through two places.
 constexpr int kXLimit = SMEM_BYTES * 3 / 5 / (kWarps * kXUnitBytes);
 constexpr int kStreamedUnits = SPLIT_WARPS == 1 ? 2 : NT <= 2 && kXLimit >= 4 ? 4 : kXLimit >= 2 ? 2 : 1;
 constexpr int kResidentRing = SMEM_BYTES - kFixedBytes - kWarps * kOwnUnits * kXUnitBytes;
@@ -94,7 +95,7 @@ static_assert(kSlots >= 1 && kPending >= 0 && (kUnitSplit == 1 || kSlots >= GROU
 #define LINEAR_BOUNDS __launch_bounds__(kThreads, NT <= 2 ? 2 : 1)
 #endif
 
-// Rank, barriers and addresses among the blocks that split K: a cluster, or one block alone, whose own barrier then takes the place.
+// Rank, barriers and addresses among the blocks that split K: a cluster, or one block alone with its own barrier.
 DEVICE int block_rank() {
   uint32_t rank = 0;
   if constexpr (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

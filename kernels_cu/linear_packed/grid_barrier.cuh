@@ -8,8 +8,8 @@ template <int THREADS>
 struct GridBarrier {
   uint64_t* counter;
   int blocks;
-  // The count that completes the barrier before the next one, modulo 2^32, in the chosen thread only. At first it is read from the
-  // counter: since this block has not arrived, no barrier of the launch is complete by then.
+  // The count, modulo 2^32, that completed the last barrier that this block waited for; only the chosen thread has it. At first it is the
+  // counter rounded down to a multiple of `blocks`: since this block has not arrived, no barrier of the launch is complete by then.
   uint32_t target;
 
   // Whether this thread arrives and waits for the block. It is one of the last warp: the first ones have more to do meanwhile.

@@ -28,19 +28,20 @@
 //   RECEIVED_APART: 1: sums that the peers of a cluster send have shared memory of their own; 0: they are written over weights and x, and all
 //     blocks take tiles only once
 //   FEEDS: 1: a gate_up product also writes what prepare_rows would make of its rows for the product after it
-//   TRIGGER: when the next kernel may start: 0 as soon as this one, or qkv behind its pdl_wait; 1 at this one's end; 2 once x is there, or
-//     with STAGE_SLICES once its first stages are asked for: these copies then do not queue behind what the next kernel reads early
+//   TRIGGER: when the next kernel may start: 0 once this one has started, of qkv once it is behind its pdl_wait; 1 at this one's end; 2 once x
+//     is there, or with STAGE_SLICES once its first stages are asked for: these copies then do not queue behind what the next kernel
+//     reads early
 //   KEPT_ROUNDS: with SHARED_RUN 0 and one row, the rounds whose runs are added only after the products of all of them; else 1
 //   SMEM_BYTES: dynamic shared memory of the launch
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
 //   FATRELU: of gate_up only, the activation is that of fatrelu.cuh; without it SiLU
 //   ROW_PITCH: elements between rows of x, whose first K columns are taken; without it K. Rows with a pitch come from the product before
-//     this one, which starts this kernel behind its own pdl_wait: all kernels before that product have finished, so this one starts the
-//     next at once
+//     this one, which starts this kernel behind its own pdl_wait. So all kernels before that product have finished, and this one may
+//     start the next at once
 //   EARLY_WARPS: how many warps of a block, its first ones, copy the chunks of EARLY_SLOTS; without it all warps do
 //   SMALL_CHUNKS: 1, for one row where lanes copy: a chunk has two slices; without it a multiple of 128 bytes
 //   OWN_RUNS: 1, for one row with SHARED_RUN, NORM and PREPARED 0: only the warps that share a run of x wait for each other; without it all
-//     warps of the block do
+//     warps of the block do, unless it has eight, each with a run of its own
 //   AHEAD: 1: once x is there, a residual product prefetches what the product after it reads first: the memory would have nothing to do until
 //     the blocks of that product find room
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
@@ -91,12 +92,13 @@ constexpr bool kFetchesAhead = false;
 #endif
 constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` writes: it comes behind a barrier
 constexpr bool kGuesses = LINEAR == 0 && ROWS == 1 && !SHARED_RUN;   // whether the row's place is guessed before pdl_wait
-constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;              // `settle` and `keep` come behind products, but NT 8 lacks registers for that
+// Whether `settle` and `keep` come behind the products: with SHARED_RUN, 64 rows leave no registers for what is read before these.
+constexpr bool kSettlesLate = !SHARED_RUN || NT < 8;
 
 // Computes a warp's sums of one tile over its run of K.
 DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const Lane& at, bool has_tile) {
   // Slices with several scale groups are multiplied one by one: the groups' sums must be added slice by slice, whatever ROWS is. With one row
-  // slices can still be joined, because their sums are kept and added in that order.
+  // and groups of 32 columns or more slices can still be joined, because their sums are kept and added in that order.
   constexpr bool kCanJoin = (kUnitScales == 1 || (ROWS == 1 && SCALE_GROUP >= 32)) && kChunkSlices % kTogetherSlices == 0 && (kResident || kStageSlices % kTogetherSlices == 0);
   constexpr int kTogether = kCanJoin ? kTogetherSlices : 1;
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
@@ -130,7 +132,8 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
 // Whether the products of all rounds go side by side: with one row and runs of one slice.
 constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kRunSlices == 1 && kSlots >= KEPT_ROUNDS;
 
-// Computes the whole product. x is (T, K), or with PREPARED the buffer that prepare_rows wrote; num_tiles: tiles of W.
+// Computes the whole product. x is (T, K), or with PREPARED the buffer that prepare_rows wrote; num_tiles: tiles of W, of latent_queries
+// those up to the end of the block's head.
 template <class Epilogue>
 DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x, const scalar_t* norm,
                            const void* weight, float4* partials, int* arrivals, int T, float eps, const Ahead& ahead = {}) {

@@ -2,7 +2,8 @@
 #pragma once
 #include "packed_stream.cuh"
 
-// The scale that a token's sums are multiplied by: 1 / rms of its row, which enters the product without it.
+// The scale that a token's sums are multiplied by: with NORM that of RowPieces::scale, because rows enter the product without their 1 / rms;
+// else 1.
 struct RowScale {
   const Lane& at;
   float eps;
@@ -27,7 +28,7 @@ struct RowScale {
   }
 };
 
-// Whether a warp has one slice of the one row, in its lower half (RowPieces::piece).
+// Whether a warp has at most one slice of the one row, in its lower half (RowPieces::piece).
 constexpr bool kHasWarpSlices = ROWS == 1 && IN_FEATURES <= 128 * kRowWarps;
 // Whether each thread has just one piece of the one row: no branch comes before its load.
 constexpr bool kHasThreadPieces = ROWS == 1 && kPieces == kRowThreads;

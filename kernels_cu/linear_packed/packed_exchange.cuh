@@ -4,7 +4,7 @@
 #include "packed_activations.cuh"
 
 constexpr int kLaneTokens = ROWS == 1 ? 1 : 2;   // tokens of a token tile that a lane has sums of
-constexpr bool kLooksEarly = NT <= 2;            // what an epilogue needs is read before the products, else while sums are on their way
+constexpr bool kLooksEarly = NT <= 2;            // whether clusters read what an epilogue needs before the products; else while sums are on their way
 using Sums = float[NT][4];   // a lane's sums of its warp's tile: [token tile][lo of tokens 2 t and 2 t + 1, hi of the same]
 
 // The exchange with CLUSTERS: sums are sent to the shared memory of the block that finishes their tile, whose barrier counts the bytes that
@@ -14,7 +14,7 @@ struct Exchange {
   int num_tiles, T;
 
   DEVICE uint32_t barrier() const { return at.shared + kReceivedBarrier; }
-  // Returns the address at which the sums of a run arrive for the tile at `place` among the block's.
+  // Returns the address at which the sums of a run arrive for the tile of the round that the warps numbered `place` have.
   DEVICE uint32_t received(int place, int run) const {
     return at.shared + kReceivedOffset + (place / RUNS * kFilledRuns + run) * NT * 512;
   }
@@ -100,8 +100,8 @@ DEVICE int arrivals_seen(const int* counter) {
 
 // The exchange without CLUSTERS, through memory: writes the warp's sums of a round, waits for those of the other blocks, and gives the block's
 // share of outputs to the epilogue. partials (tiles, RUNS, NT, 32) float4; arrivals (tiles) int32, 0 before and after.
-// A block may wait for others, because all blocks of a grid are on the device together: there are no more than multiprocessors, the
-// kernels before this one end without waiting for it, and those after it start only when all its blocks have started.
+// A block may wait for others, because all blocks of a grid are on the device together: there are no more than multiprocessors. Kernels
+// before this one end without waiting for it, and those after it start only when all its blocks have started.
 template <class Epilogue>
 DEVICE void finish_grid(const Sums& out, const Lane& at, Epilogue& epilogue, const RowScale& scale, int round,
                         int num_tiles, int T, float4* partials, int* arrivals) {

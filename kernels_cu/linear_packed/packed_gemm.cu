@@ -34,7 +34,7 @@ constexpr int kHalfSteps = 4;                                      // steps of 1
 static_assert(kTokenTiles % 2 == 0 && TOKENS % 16 == 0, "a warp has pairs of token tiles");
 static_assert(STAGES >= 3, "STAGES");
 
-// Returns where chunk `chunk` (16 bytes) of a row of x lies in a stage, whose panels have 64 columns: one chunk of eight rows covers all banks.
+// Returns where chunk `chunk` (16 bytes) of a row of x lies in a stage, in panels of 64 columns: the same chunk of eight rows covers all banks.
 DEVICE int token_offset(int row, int chunk) {
   return chunk / 8 * kPanelBytes + row * kRowBytes + (chunk % 8 ^ row & 7) * 16;
 }

@@ -41,8 +41,8 @@ struct Turn {
   }
 };
 
-// Addresses in shared memory: of slices of x, of each warp's units of codes, and of the two barriers of a stage of x, `full` when it has come
-// and `read` when all warps have read it.
+// Addresses in shared memory: of slices of x, of each warp's units of codes, and of the two barriers of a stage of x. `full` completes when
+// the stage has come, `read` when all warps that multiply have read it.
 struct Stages {
   uint32_t shared;
 

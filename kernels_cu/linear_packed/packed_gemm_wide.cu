@@ -1,4 +1,4 @@
-// Dense product of many rows with a weight of 4 bits, unpacked in registers: for prefill chunks on devices without wgmma.
+// Dense product of many rows with a weight of 4 bits, unpacked in registers: for prefill chunks below sm_90.
 //
 //   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]); y is not read if beta is 0;
 //             w[n, k] = round(scale[n, k / G] * (u[n, k] - zero[n, k / G])). With GATED y[m, f] = round(activation(round(alpha *
@@ -67,8 +67,7 @@ struct WeightCopy {
   }
 };
 
-// A thread's copies for a stage, and the number of fragments of x behind which they are started, some behind each: all of them before the
-// barrier.
+// A thread's copies for a stage, and the number of fragments of x over whose products their starts are spread: all come before the barrier.
 constexpr int kCopies = RowCopy::kCopies + WeightCopy::kParts, kCopyTurns = kStageFragments - kAhead - 1;
 
 // The weights of a warp's tiles in registers: a half slice in codes, and two steps of 16 k unpacked to operand B.

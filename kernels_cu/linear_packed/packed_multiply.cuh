@@ -238,7 +238,7 @@ UNROLLED_GROUPS
 }
 
 // With one row: how S slices share operand B. Its columns 2 s and 2 s + 1 are the high and low bytes of x in slice s, so that one load of x
-// serves the products of all S slices. Lanes whose quarter is s get the sums of slice s; what they get of other slices means nothing.
+// serves the products of all S slices. Lanes whose quarter is s modulo S get the sums of slice s; what they get of other slices means nothing.
 template <int S>
 struct RowSlices {
   static_assert(S == 1 || S == 2 || S == 4, "S slices fill eight columns evenly");
@@ -326,7 +326,7 @@ DEVICE void finish_sums(Sums& out) {
 }
 
 // With one row and runs of one slice: computes the warp's sums of all rounds side by side, because the products of one slice depend on each
-// other. WeightStream::wait_for_rounds must have waited for them.
+// other. With the copy engine WeightStream::wait_for_rounds must have waited for their chunks.
 template <int ROUNDS>
 DEVICE void accumulate_rounds(Sums (&out)[ROUNDS], const WeightStream& weights, const Activations& x, const Lane& at) {
   static_assert(ROUNDS <= kSlots && kRunSlices == 1, "a ring holds a slice of each round");

@@ -11,13 +11,13 @@ constexpr int kTokens = ROWS == 1 ? 1 : 8 * NT;
 #else
 #define WGMMA_PRODUCTS 0
 #endif
-// Rows enter the products as integers: in each slice of 128 k a value is q * quantum, where quantum is the power of two with which the
-// largest q of the token is 2^13 to 2^14, and q = 256 high + low, two signed bytes.
+// Rows enter the products as integers: in each slice of 128 k a value is q * quantum, with q = 256 high + low, two signed bytes. The
+// quantum is the power of two with which the largest q of the token in the slice is 2^13 to 2^14.
 // They lie as [32 k][token tile][lane] 16 bytes, where lane (g, t) has of token g the high and then the low bytes of k = 8 t .. + 7; with
 // one row as [32 k][t] 16 bytes. With WGMMA_PRODUCTS they lie as [32 k][half][part][high, low][token tile][token][t] words, where a word
 // has k = 8 t + 4 half .. + 3. The bytes of four k are always in the order k, k + 2, k + 1, k + 3.
 constexpr int kPartTiles = NT < 4 ? NT : 4;                    // token tiles of a part: 64 rows have two parts
-constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // of 32 k
+constexpr int kXBlockBytes = ROWS == 1 ? 64 : NT * 512;        // bytes of 32 k
 // A slice of 128 k has four blocks of 32 k, then with ZEROS the sums of q over scale groups, [128 / SCALE_GROUP][token] float, then the
 // quanta, [token] float.
 constexpr int kXSumOffset = 4 * kXBlockBytes;
@@ -165,7 +165,7 @@ template <bool HAS_ONE_SLICE, int COUNT>
 DEVICE void find_quanta(float (&quanta)[COUNT], const uint4 (&v)[COUNT]) {
   if constexpr (HAS_ONE_SLICE) {
     static_assert(COUNT == 1, "a slice has a piece for each lane of half a warp");
-    // Magnitudes of 16 bits have the order of their bits. For more slices a warp shuffles are faster.
+    // Magnitudes of 16 bits have the order of their bits. Where a warp has more slices, shuffles are faster.
     const uint32_t pair = largest_of(v[0]), own = threadIdx.x % 32 < kSlicePieces ? max(pair & 0xFFFFu, pair >> 16) : 0u;
     quanta[0] = quantum_for(unpack2(__reduce_max_sync(0xFFFFFFFFu, own)).x);
   } else {

@@ -46,8 +46,8 @@ constexpr int kPartialBytes = SHARED_RUN ? 0 : KEPT_ROUNDS * kWarps * 512;
 constexpr int kSquareBytes = (kTokens * (kRowWarps + 1) * 4 + 15) / 16 * 16;
 constexpr int kEpilogueBytes = kTokens * 8;
 constexpr int kStages = STAGES;
-// kRunWarps: warps of a block that have the same run of K. kOwnRuns: these bring just what they read of x, their run of one row, so that
-// no other warp waits for them.
+// kRunWarps: without SHARED_RUN, the warps of a block that have the same run of K. kOwnRuns: whether these bring just what they read of x,
+// their run of one row, so that no other warp waits for them.
 constexpr int kRunWarps = SHARED_RUN ? 1 : kWarps / RUNS;
 #ifdef OWN_RUNS
 constexpr bool kOwnRuns = true;
@@ -164,7 +164,7 @@ struct WeightStream {
 #ifdef EARLY_WARPS
   DEVICE int early_slots() const { return EARLY_WARPS == kWarps || at.warp < EARLY_WARPS ? kEarlySlots : 0; }
 #endif
-  // Waits for the first chunks of `rounds` rounds, a chunk each, which were all asked for.
+  // Waits, with the copy engine only, for the first chunks of `rounds` rounds, a chunk each, which were all asked for.
   DEVICE void wait_for_rounds(int rounds) const {
     for (int round = 0; round < rounds; round++)
       if (kCopyEngine && at.tile(round) < num_tiles) mbarrier_wait(barriers + round * 8, 0);

@@ -1,4 +1,4 @@
-// Unpacking codes of 4 bits into an operand of the tensor cores, which all products of chunks with packed weights share.
+// Unpacking codes of 4 bits into an operand of the tensor cores, which the packed_gemm kernels share.
 #pragma once
 #include "copy.cuh"
 #include "mma.cuh"
@@ -30,7 +30,7 @@ DEVICE scalar2_t twice(scalar_t value) {
   return pair;
 }
 
-// Scales and zero points (kMagic added) of the lane's two rows, lo and hi, in one scale group of a unit.
+// Scales, and zero points plus kMagic, of the lane's two rows, lo and hi, in one scale group of a unit.
 struct Group {
   scalar2_t scale[2], zero[2];
 

@@ -2,13 +2,13 @@
 //
 //   formula   for head h of row t of slot s, with q, k, v its heads, q and k normalised and rotated, all rounded:
 //             S = decay[h][1] S + k^T v; out[t, h] = D^-0.5 q S, S being states[s, h]
-//             CHAIN 1: the rows are a chain of drafted tokens in one slot, each after the one before; S is not stored, but
-//             chain[t] = k heads, v heads is. lightning_accept: updates states by the first tree.path_length rows of chain
+//             CHAIN 1: the rows are a chain of drafted tokens in one slot, each after the one before; S is not stored;
+//             instead chain[t] = k heads, v heads. lightning_accept: updates states by the first tree.path_length rows of chain
 //   operands  out (T, H * D) scalar_t; states (B, H, D, D) float32, keys by values, lightning_accept: (layers, B, ...);
 //             chain (J, 2 * H * D) scalar_t, lightning_accept: (layers, J, ...), else null; qkv (T, 3 * H * D) scalar_t:
 //             q heads, k heads, v heads; q_norm, k_norm (D) scalar_t or null; rope (2, max_context, D/2) float32: cos,
 //             sin, or null; decay (H, 65) float32: exp(-slope i) in column i; positions, slots (T) int32. A row of slot
-//             -1 changes nothing; in a chain nor do the rows after it
+//             -1 changes nothing; in a chain, neither do the rows after it
 //   constants HEAD_DIM: elements of a head: 64 or 128. CHAIN: 1 for rows of a chain
 //   launch    grid (D / 32, H, CHAIN ? 1 : T), lightning_accept (D / 32, H, layers); block 256; static shared memory
 //   numerics  float32, S = fma(k, v, round(decay S)) in either kernel; a product q S is summed over a thread's rows, lanes,
@@ -38,7 +38,7 @@ struct Columns {
   DEVICE static float* first(float* matrix) {
     return matrix + threadIdx.x / kGroups * HEAD_DIM + blockIdx.x * kColumns + threadIdx.x % kGroups * 4;
   }
-  // Reads past the L1, which may hold older values: this runs before pdl_wait.
+  // Reads past the L1, which may hold older values: lightning_decode calls this before pdl_wait.
   DEVICE void load(float* matrix) {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {

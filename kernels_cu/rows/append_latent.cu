@@ -8,7 +8,7 @@
 //             nothing goes to a page; block_tables (B, pages_per_sequence) int32
 //   constants Q_RANK: elements of the queries' latent. KV_RANK: those of the keys' and values' latent. ROPE_DIM: rotated elements.
 //             All multiples of 16
-//   launch    grid (T, 2), block 256, 32 bytes of static shared memory
+//   launch    grid (T, 2), block 256, at most 64 bytes of static shared memory
 //   numerics  float32; each thread's squares in order, then lanes, then warps; rounded once
 //   oracle    NumpyOps.append_latent
 //   source    arXiv 2405.04434; RMSNorm arXiv 1910.07467, RoPE arXiv 2104.09864

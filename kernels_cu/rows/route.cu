@@ -7,7 +7,7 @@
 //   constants HIDDEN: elements of a row, a multiple of 8. EXPERTS: 1 to 32. TOP: experts of a row, 1 to EXPERTS. ROUTE_WARPS: warps of
 //             a block, the same in every kernel that scores rows of this size
 //   launch    grid T, block 32 * ROUTE_WARPS, static shared memory
-//   numerics  float32, summed as route_row.cuh says; n is rounded once. A NaN score counts as -infinity
+//   numerics  float32, summed as route_row.cuh says; n is rounded once. In the choice a NaN score counts as -infinity
 //   oracle    NumpyOps.route
 //   source    Mixture of experts with a softmax over the chosen scores, arXiv 2401.04088; RMSNorm arXiv 1910.07467
 //   layout    one block for each row. Its threads start to load norm and router, which come from memory, before they wait for x

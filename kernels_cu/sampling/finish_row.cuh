@@ -28,7 +28,7 @@ DEVICE void finish_row(ResultRecord* results, SlotState* state, const Ending& en
   state->last_token = token;
   state->finished = stops || num_generated == ending.max_new_tokens;
   publish(results, sequence, row, token, has_logprobs);
-  // Atomic adds without a result: the thread does not wait for the word, which may have to come from memory.
+  // Atomic operations without a result: the thread does not wait for the word, which may have to come from memory.
   atomicAdd(&token_counts[token], 1u);
   atomicOr(&token_counts[token], kSeen);
 }

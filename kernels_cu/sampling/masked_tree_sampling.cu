@@ -12,7 +12,7 @@
 //   numerics  as in sampling.cu, bit for bit
 //   oracle    reference/sampling.py masked, sample, token_logprobs; executor.py TreeMasks
 //   source    original
-//   layout    as in tree_sampling.cu. Words in host memory are written whole, each with the number of the command it belongs to
+//   layout    as in tree_sampling.cu. The words of nodes and ready are written whole, each with the number of the command it belongs to
 #if !defined(VOCAB) || !defined(PORTABLE)
 #error "a constant is not defined"
 #endif
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) ROW_BLOCKS
   row_barrier();
   if (readiness == kCut || readiness == kLate) {
     if (row.block == 0 && threadIdx.x == 0) {
-      if (readiness == kCut) tree->tokens[node] = -1;  // read only by the nodes below this one, which are cut too
+      if (readiness == kCut) tree->tokens[node] = -1;  // of the nodes' rows only those below this one read it, and they are cut too
       tree->sampled[node] = static_cast<int>(readiness == kCut ? kCutNode : kNoMask);
     }
     return;

@@ -1,4 +1,4 @@
-// Philox4x32-10 and the Gumbel noise of the sampling chain, bit for bit as cpmrt/reference/philox.py up to the
+// Philox4x32-10 and the Gumbel noise of the sampling chain, bit for bit as cpmrt/reference/philox.py except for the
 // logarithms.
 //
 // Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), constants of the Random123 library.
@@ -28,8 +28,8 @@ DEVICE float uniform(uint32_t word) {
 // Returns the Gumbel noise of a random word, as the oracle defines it.
 DEVICE float gumbel(uint32_t word) { return -logf(-log1pf(-uniform(word))); }
 
-// Returns gumbel(word) to within 2e-5, in a third of its instructions. The error of lg2.approx is 2^-22 relative, near an argument of 1
-// it is 2^-22 absolute: too much for 1 - u if u is small, so that a series takes its place.
+// Returns gumbel(word) to within 2e-5, in a third of its instructions. The error of lg2.approx is 2^-22 relative, but near an argument
+// of 1 it is 2^-22 absolute. That is too much for 1 - u if u is small, so a series takes its place.
 DEVICE float gumbel_estimate(uint32_t word) {
   constexpr float kLog2 = 0.69314718f;
   const float u = uniform(word);

@@ -10,8 +10,9 @@
 //   launch    grid (blocks of a row, rows), block 512; 8 blocks of a row, a cluster, on sm_90 and later unless PORTABLE,
 //             else 1; 25 KB of static shared memory
 //   numerics  float32 in the oracle's order, no contraction; probabilities are rounded to multiples of 2^-40 of the
-//             largest and summed as integers. So a token depends neither on the number of blocks nor on the other rows, but
-//             one whose cumulated probability lies within rounding of top_p can fall on the other side than in the oracle
+//             largest and summed as integers. So a token depends neither on the number of blocks nor on the other rows. But
+//             one whose cumulated probability lies within rounding of top_p can fall on the other side than in the oracle,
+//             which sums in float64
 //   oracle    reference/sampling.py sample, token_logprobs; reference/executor.py ReferenceExecutor._sample
 //   source    original; radix selection over histograms
 //   layout    each block of a row owns a run of its tokens and reads it again in every pass (it stays in L2: one row of 73,448

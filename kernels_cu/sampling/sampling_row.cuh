@@ -12,7 +12,8 @@ constexpr int kBins = 2 * kThreads;
 constexpr int kDigitBits = 10;
 static_assert(kBins == 1 << kDigitBits, "a histogram has a bin for each value of a digit");
 
-// The first digit of a z is the number of steps of 1/32 from the maximum down to it; all further down share the last value, kTail.
+// The first digit of a z is the number of steps of 1/32 from the maximum down to it, at most kTail: all that
+// are further down share this value.
 constexpr int kTail = kBins - 1;
 constexpr int kNear = 256;  // steps: tokens further below are less than e^-8 times as probable as the best
 constexpr float kStepsPerUnit = 32.0f;
@@ -141,7 +142,8 @@ struct Row {
   DEVICE float doubt(float z) const {
     return z == __uint_as_float(0xFF800000u) ? 0.0f : 1e-4f + 1e-6f * (fabsf(maximum) + fabsf(z));
   }
-  // Loads a group's logits with biases and penalties applied to `values`, and estimates of their z; those past the row are -infinity.
+  // Loads a group's logits, applies mask, biases and penalties, and returns them in `values`. `estimates` gets estimates of their z,
+  // -infinity past the row's end.
   DEVICE void estimate(float (&values)[4], float (&estimates)[4], int group) const {
     load_logits<VOCAB>(values, logits, group);
 #pragma unroll

@@ -3,10 +3,11 @@
 //   formula   The exact logit of token v in row t lies in the interval screened -+ (bounds[v] norms[t] / divisor + |screened| 2^-21).
 //             A row's threshold is, for a greedy request, the largest lower end of an interval; with top-k the k-th largest;
 //             with min-p and without top-p the largest plus log(min_p) temperature (with top-k too the higher of the two); else
-//             -infinity. A token whose upper end reaches the threshold of a row is a candidate. If a block has a candidate for
-//             one of eight neighbouring rows, all its candidates get logits[t][v] = n[t] W[v]^T / divisor in these rows, with
-//             the bits of linear_head. All other logits become -infinity: sample() gives the same token as with all logits. If an
-//             interval is not finite, all tokens are rescored, so that an error in the logits is found as without a screen
+//             -infinity, as for every request with penalties, biases or log-probabilities. A token whose upper end reaches the
+//             threshold of a row is a candidate. If a block has a candidate for one of eight neighbouring rows, all its candidates
+//             get logits[t][v] = n[t] W[v]^T / divisor in these rows, with the bits of linear_head. All other logits become
+//             -infinity: sample() gives the same token as with all logits. If an interval is not finite, all tokens are rescored,
+//             so that an error in the logits is found as without a screen
 //   operands  results (16) ResultRecord in mapped host memory, whose last word of the step becomes the number of tokens rescored;
 //             logits (T, V) float32; best (T, BLOCKS * 8) uint32: the largest lower end of each warp's tokens, as an ordered
 //             float; counters (2) uint64: the blocks that have arrived, a multiple of BLOCKS between launches, and a count that
@@ -24,7 +25,7 @@
 //   source    original; the barrier as in cooperative groups
 //   layout    groups of 32 tokens are dealt out to the warps of all blocks, so that candidates spread. A block rescores its own
 //             candidates: blocks wait for each other only once, for the thresholds. Each warp stores the largest lower end of its
-//             tokens. These are of different tokens, so the k-th largest of them is a threshold for top-k, hardly below the best
+//             tokens. These are of different tokens, so the k-th largest of them is a threshold for top-k, hardly below the best one
 #if !defined(IN_FEATURES) || !defined(VOCAB) || !defined(CLUSTER) || !defined(BLOCKS) || !defined(ROWS)
 #error "a constant is not defined"
 #endif

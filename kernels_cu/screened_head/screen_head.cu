@@ -12,7 +12,7 @@
 //             of linear.cu's sums: a tensor-core step of 16 products and a sum errs by at most 17 * 2^-23 of what it adds up, |w| |n|
 //             at most, and the sums of its runs by 2^-20. Its last part, 1.5625 2^-11, covers linear_packed.cu: an element of n
 //             enters as an integer, at most 2^-14 of its slice's largest element away, so a slice of n is off by at most
-//             2^-14 sqrt(128) |n| = 1.414 2^-11 |n|, and float32 sums of slices err by less than 2^-16 |w'| |n|. The factor
+//             2^-14 sqrt(128) |n| = 1.414 2^-11 |n|. Float32 sums of slices err by less than 2^-16 |w'| |n|. The factor
 //             1 + 2^-8 covers the rounding of all this, and that |w'| <= |w| + |w - w'|; 2^-40 covers what underflows. Slices of n
 //             below 2^-87 are covered by the second term of head_rows' norms
 //   oracle    tests/reference/test_head_screen.py; the codes and scales are those of weights/quantised.py round_to_nearest

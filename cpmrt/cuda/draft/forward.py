@@ -42,7 +42,7 @@ def executor_needs(
     draft: Draft,
     device: Device,
 ) -> ExecutorNeeds:
-    """Return the buffers that the executor keeps for a target with the weights `specs` and for its draft.
+    """Return the memory that the executor needs for a target with the weights `specs` and for its draft.
 
     Raises UnsupportedModelError.
     """
@@ -84,7 +84,7 @@ def _with_draft(
 
 
 def _with_inner(needs: ExecutorNeeds, draft: Draft, device: Device, *, max_sequences: int) -> ExecutorNeeds:
-    """Return `needs` with the buffers of a small model's own draft added: those of a draft whose target it is."""
+    """Return `needs` with the buffers of a small model's own draft added, whose target is the small model."""
     assert draft.inner is not None
     head, width = draft.inner.head, draft.inner.config.hidden_width
     inner = replace(draft.inner, specs=_as_targets(draft.inner.specs), head=head and _as_targets((head,))[0])
@@ -108,7 +108,7 @@ def _as_targets(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return the weights of the draft's products: its own, and the target's head among `specs` if it has none."""
+    """Return the weights of the draft's products: its own, and if it has no head, the target's among `specs`."""
     if any(spec.name == f"{PREFIX}lm_head" for spec in draft.tensors):
         return draft.tensors
     return (*draft.tensors, *(spec for spec in specs if spec.name == "lm_head"))
@@ -143,7 +143,7 @@ def _scratch(spec: BufferSpec) -> BufferSpec:
 class DraftForward:
     """Launches the passes of a draft with layers on the regions of a memory plan.
 
-    `TreeKernels` writes the rows of a pass to the arrays `draft_*` before it.
+    The kernels of drafting write the rows of a pass to the arrays `draft_*` before it.
     """
 
     def __init__(
@@ -279,9 +279,9 @@ class TreeForward(Protocol):
         ...
 
     def path_accepted(self, num_trees: int, tree_nodes: int) -> None:
-        """Update the other caches to the accepted path of each tree of `tree_nodes` nodes.
+        """Update the caches to the accepted path of each tree of `tree_nodes` nodes.
 
-        Its keys and values are at their positions already.
+        In pages of 16 bits its keys and values are at their positions already.
         """
         ...
 

@@ -15,8 +15,9 @@ Under a form report_tree(shape) comes before the target's forward, and sample_ma
 sample_tree. With prompt lookup it is speculate_begin(0), lookup(shape), and the same from the target's forward on. The
 command is counted by `accept`, so every launch before it may be repeated.
 
-A step of several sequences launches the same, with a tree for each. Rows of a pass lie tree by tree; but row r of the n
-that a tree's draft has not seen yet is row r * num_trees + tree, so that the newest of all trees are neighbours.
+A step of several sequences launches the same, with a tree for each. Rows of a pass lie tree by tree, except in the pass
+over rows that the draft has not seen: there row r of a tree is row r * num_trees + tree, so that the newest rows of all
+trees are neighbours.
 """
 
 from __future__ import annotations
@@ -233,8 +234,8 @@ class TreeKernels:
 
     def lookup_instead(self, shape: TreeShape, num_trees: int = 1) -> None:
         """Set up the target's num_nodes rows of each tree, which `tree_finish` has set up in part: a chain of
-        lookup_length tokens out of the history if the last tokens came before, else rows behind those of the tree that
-        are padding."""
+        lookup_length tokens out of the history if the last tokens came before, else padding rows after those of the
+        tree."""
         kept, shortest = shape.tree_size, LONGEST_MATCH
         self._lookup(num_trees, shape.num_nodes, shape.lookup_length, num_kept=kept, shortest_match=shortest)
 

@@ -74,7 +74,7 @@ class DraftParts:
     def step(self, ops: DraftLaunches, shape: TreeShape, num_waiting: int | None = None) -> Callable[[], None]:
         """Return a function that launches a speculative step of this shape.
 
-        The step begins with a pass over `num_waiting` rows, or `waiting_rows` if None.
+        The step begins with a pass over `num_waiting` rows, or `waiting_rows` if None; prompt lookup has no such pass.
         """
         rows, block_rows = num_waiting or waiting_rows(self.draft), self.draft.block_rows
         if self.forward is None:
@@ -212,7 +212,10 @@ class DraftLaunches:
         self._kernels.carry_rows(num_rows, self._hidden(num_rows))
 
     def _of_all(self, rows: slice) -> slice:
-        """Return the rows of all trees. A pass over waiting tokens interleaves trees: their newest rows come last."""
+        """Return the rows of all trees, given those of one.
+
+        A pass over waiting tokens interleaves the trees, so that their newest rows come last.
+        """
         return slice(rows.start * self._num_trees, rows.stop * self._num_trees)
 
     def _hidden(self, num_rows: int) -> DeviceArray | None:

@@ -49,11 +49,13 @@ def _most_rows(draft: Draft, shape: TreeShape) -> int:
 
 
 def waiting_rows(draft: Draft) -> int:
-    """Return how many tokens usually wait when a speculative step begins, at most: those of one step before it."""
+    """Return the most tokens that wait for the draft after a speculative step: usually no more wait at the next one."""
     return max(shape.max_emitted for shape in draft.shapes)
 
 
 def late_rows(draft: Draft) -> int:
-    """Return the rows of the first pass, over waiting tokens, of a step under a form before which more tokens wait than
-    `waiting_rows`, since a plain step has brought certain tokens. A draft with an inner draft catches up instead."""
+    """Return the rows of the first pass of a step under a form when more tokens wait than `waiting_rows`.
+
+    So many wait after a plain step that has brought certain tokens. A draft with an inner draft catches up instead.
+    """
     return waiting_rows(draft) if draft.inner else max(_LATE_ROWS, waiting_rows(draft))

@@ -98,7 +98,7 @@ class Speculation:
         return found
 
     def add_graphs(self, graphs: Graphs, buckets: tuple[int, ...], loop_end: Callable[..., None]) -> None:
-        """Capture the `launches`; `loop_end` is that of `StepKernels`, which of a single tree looks at its root, row 0.
+        """Capture the `launches`. `loop_end` is that of `StepKernels`; of a single tree it looks at row 0, the root.
 
         A step with an inner draft, which has a loop of its own, is always a launch of its own.
         """
@@ -253,7 +253,7 @@ def _clear(arrays: Mapping[str, Any]) -> None:
         if spec.name in arrays:
             arrays[spec.name].fill(0)
     fill(arrays["draft_slots"], -1)
-    # A window may leave out some keys of a page by giving them weight 0, so even unwritten keys must not be NaN.
+    # A window may leave out keys of a page by giving them weight 0, so even unwritten keys and values must be finite.
     scratch = (f"{SCRATCH}{name}" for name in ("attention_arrivals", "packed_arrivals", "packed_counter"))
     for name in ("draft.k_pages", "draft.v_pages", *scratch):
         if name in arrays:

@@ -1,4 +1,4 @@
-"""Starts the slow setup of the device that needs no model in a thread, while modules and a model's files are read."""
+"""Starts a thread for the slow setup of the device that needs no model, beside imports and reading a model's files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from threading import Thread
 def begin_context() -> None:
     """Have a thread create the primary context of the first GPU, which CuPy uses too, and make cuBLASLt ready there.
 
-    Both take some tenths of a second, without Python's lock. Failures are ignored here: `open_device` reports them.
+    Both take some tenths of a second, without Python's lock. Failures are ignored here: `open_device` reports those of
+    the device, `Gemm.reason` those of cuBLASLt.
     """
     Thread(target=_create, name="cpmrt-context").start()
 

@@ -62,7 +62,7 @@ class Device:
 
     @property
     def lone_block_bytes(self) -> int:
-        """The fewest bytes of shared memory of which each multiprocessor has room for one block only."""
+        """The fewest bytes of shared memory with which a block leaves no room for a like one on its multiprocessor."""
         return self.shared_bytes_per_block // 2 + _OVER_HALF_BYTES
 
     def free_bytes(self) -> int:

@@ -11,7 +11,7 @@ from cpmrt.cuda.driver.launch import Kernel, allow_wide_clusters, launch_config
 from cpmrt.errors import DeviceError
 
 _PORTABLE_CLUSTER = 8
-"""The most blocks of a cluster on every device with clusters; a kernel with larger clusters needs an attribute."""
+"""The most blocks of a cluster that every device with clusters takes; for more a kernel needs an attribute."""
 _NOTHING = b".version 7.8\n.target sm_90\n.address_size 64\n.visible .entry nothing() { ret; }\n\0"
 """An empty kernel in PTX, which every driver takes. The driver answers some questions only about a kernel."""
 

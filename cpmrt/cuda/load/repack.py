@@ -35,7 +35,7 @@ STAGING = "staging"
 LARGEST_STAGING_BYTES = 128 << 20
 """The largest staging area that several sources share; a single source that is larger gets as much as it needs."""
 ROUNDED_BYTES = 16 << 20
-"""The bytes that one piece of a source has as rows in 16 bits, where it is rounded from or unpacked to these."""
+"""The most bytes in 16 bits of a piece that is rounded from or unpacked to these, unless 64 rows have more."""
 _ITEM_BYTES = 2
 _BLOCK = 256
 _BLOCKS_PER_SM = 8
@@ -86,8 +86,8 @@ class Destination:
 class Piece:
     """Part of a source: its rows `begin` to `end`, which are rows from `first_row` on of the weight `spec`.
 
-    `codes`, `scales`, `zeros` and `values` are bytes of the staging area, where these begin: the codes, the scales (of
-    2 bytes) and the zero points as the source's format has them (blocks of GGUF hold all three), and the rows of a
+    `codes`, `scales`, `zeros` and `values` are the bytes of the staging area at which these begin: codes, scales (of
+    2 bytes) and zero points as the source's format has them (blocks of GGUF hold all three), and the rows of a
     source in 16 bits, from which its codes and scales are made. `end_byte`: the end of all.
     """
 
@@ -257,7 +257,7 @@ def round_rows(piece: Piece, to: Destination, fault: np.uint64) -> None:
 
 
 def repack_codes(piece: Piece, to: Destination) -> None:
-    """Write the staged codes to the packed weight, columns in the order of its region `perm`, if any, filled before."""
+    """Write the staged codes to the packed weight. Its region `perm`, if any, orders the columns: it must be filled."""
     perm = f"{piece.spec.name}.perm"
     order = to.address(perm) if perm in to.regions else None
     _repack(REPACK_CODES, piece, to, piece.codes, order)

@@ -22,8 +22,8 @@ _STAGES = 3
 _LONG_STAGE_COLUMNS = 768
 _RESIDENT_BYTES = 40 << 10
 _BYTES_AHEAD = 14 << 20
-"""Bytes of a weight that are brought to the L2 before their kernel starts: as many as the memory of an H200 delivers in
-3 us, about the time from the end of one product's reads to the first reads of the next."""
+"""The most bytes of a weight that come to the L2 before its kernel starts: what the memory of an H200 delivers in 3 us,
+about the time from the end of one product's reads to the first reads of the next."""
 WARPS = 8
 """Warps of a block, except in products of few rows."""
 _AHEAD = 3
@@ -35,7 +35,7 @@ _ROUTER_BYTES = 46 << 10
 """The most shared memory for a router and its norm; larger ones are not held there but read when they are needed."""
 _MOST_ROW_WARPS = 14
 _DOWN_PARTS = 4
-"""Parts into which a row of the last product's input is cut, one for each warp."""
+"""Parts into which the columns of the last product's input are cut; a warp takes one part at a time."""
 _ROW_AHEAD = 2
 """Turns of weights that a warp of experts_row.cu has in flight: enough to keep the memory busy. With more, warps that
 finish their first products early would take bandwidth from the others."""
@@ -183,7 +183,7 @@ def bytes_ahead(weight: Weight, num_experts: int, top: int) -> tuple[int, int]:
 
 
 def fetched_bytes(weight: Weight) -> int:
-    """Return how many bytes of the weight after experts_row.cu that kernel brings to the L2, a multiple of 16."""
+    """Return how many bytes of a later kernel's weight experts_row.cu brings to the L2, a multiple of 16."""
     return min(_num_bytes(weight), _BYTES_AHEAD) // 16 * 16
 
 
@@ -208,7 +208,7 @@ def route_warps(hidden: int) -> int:
 
 
 def router_bytes(hidden: int, num_experts: int, warps: int) -> int:
-    """Return the bytes of shared memory for norm and router while `warps` warps score a row; 0 if it were too much."""
+    """Return the bytes of shared memory for norm and router while `warps` warps score a row; 0 if it is too much."""
     threads = 32 * warps
     needed = (1 + num_experts) * ceil(hidden / _ROUTE_PIECE / threads) * threads * 16
     return needed if needed <= _ROUTER_BYTES else 0

@@ -1,8 +1,8 @@
 """The mixture of experts on a GPU: routing, the products with the chosen experts' weights, and their sum.
 
 Which experts are chosen is known on the device only, so every grid has room for any choice, and surplus blocks end at
-once. Steps of at most 64 rows take the pairs of a row and an expert in the order of the routing; the pairs of a chunk
-are grouped by expert first.
+once. In steps of at most 64 rows the products' kernels find the pairs of a row and an expert in the routing; the pairs
+of a chunk are grouped by expert first, by a kernel of its own.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class ExpertOps:
     ) -> Handoff:  # fmt: skip
         """Launch the op `experts_gate_up`; a chunk's pairs are grouped first, one row is routed by the same kernel.
 
-        Given `down`, a single row may have only one launch, that of `experts_down`, which must get what this returns.
-        Then nothing is written to `out`.
+        Given `down`, this may launch nothing for a single row, so that nothing is written to `out`. Then `experts_down`
+        launches all of it and must get what this returns.
         """
         sizes = check_shapes(
             "experts_gate_up", out=out, x=x, norm=norm, weight=weight, experts=routing.experts, shares=routing.shares

@@ -98,7 +98,7 @@ class Gemm:
         return self._plans[shape]
 
     def _trial_basis(self) -> tuple[object, ...]:
-        """Return the values that a verdict depends on: one of another start counts if they are equal."""
+        """Return the values that a verdict depends on: a verdict of another start counts if they are equal."""
         device = self._device
         cubin = self._launch.modules.cubin(GEMM, trial_tile(device))
         return cubin.name, device.name, device.arch, device.num_sms, device.driver_version

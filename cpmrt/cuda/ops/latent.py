@@ -1,9 +1,9 @@
 """The ops of latent attention: `append_latent`, `decode_latent_attention`, `prefill_latent_attention`.
 
-Rows of a step attend in the space of the latents, in three launches: the first takes queries there and stores the rows'
-own latents in the pages, the second computes a result for each run of pages, and the third merges these results and
-makes values of heads of them. For the rows of a chunk the latents of the sequence are expanded to keys and values of
-heads, which `prefill_attention` reads: a pair of tokens then costs a third of the multiplications. Heads are taken in
+Rows of a step attend in the space of the latents, in three launches. The first takes queries there and stores the rows'
+own latents in the pages. The second computes a result for each run of pages. The third merges these results and makes
+values of heads of them. For the rows of a chunk the latents of the sequence are expanded to keys and values of heads,
+which `prefill_attention` reads: a pair of tokens then costs a third of the multiplications. Heads are taken in
 parts, as many at a time as there is room for their expanded pages.
 """
 

@@ -31,20 +31,20 @@ ROW_BUCKETS = (8, 16, 32, 64)
 _WARPS = 8
 _UNIT_COLUMNS = 64
 _CHUNK_BYTES = 2048
-# Bytes of a unit of one row, and of its norm weights; the row is kept whole in shared memory where both together take
-# at most this share of it.
+# Bytes of a unit of one row, and of the norm weights for a unit; the row is kept whole in shared memory where both
+# together take at most this share of it.
 _ROW_UNIT_BYTES, _MOST_ROW_SHARE = 128, 0.5
 STARTS_EARLY = 90
 """The compute capability from which on a kernel may begin before the one before it has ended, and so asks for weights
 before x."""
 LARGE_SHARED_BYTES = 200_000
 """Bytes of shared memory a block from which on kernels use the sizes made for data-centre GPUs."""
-# Up to so many rows the second of two tiles of tokens is stored as a half, which leaves more shared memory to weights.
+# Up to so many rows only half of the second tile of tokens is stored, which leaves more shared memory to weights.
 _HALF_TILE_ROWS = 12
 _MAX_GROUP = {1: 5, 2: 5, 4: 5, 8: 2}
 _SMALL_MAX_GROUP = {1: 4, 2: 4, 4: 3, 8: 1}
 # Two blocks that share a tile exchange their sums, which costs about a microsecond: so they share one only if the
-# busiest multiprocessor then reads less than this part of what it would read alone.
+# busiest multiprocessor then reads less than this part of what it would read otherwise.
 _CLUSTER_GAIN = 0.9
 # When gate_up of one row starts, attention still holds some multiprocessors. Two gate_up blocks may then share another
 # one, if they fit there with this part of the weights that each streams.
@@ -83,7 +83,7 @@ LINEAR = {
 
 @dataclass(frozen=True, slots=True)
 class StepProduct:
-    """The operands of a product of a step's rows, in the kernel's form except for the weight, in 16 bits or packed.
+    """The operands of a product of a step's rows as the kernel takes them, except for the weight, 16-bit or packed.
 
     `x` [T, K], or wider, are the rows, of which the first K columns enter the product, normalised unless `norm` is None
     ("residual" products have none). `outputs` are the kernel's first arguments, `rest` those after the weight.

@@ -1,6 +1,6 @@
 """The logits that a step can choose a token from, without reading the whole output head.
 
-An 8-bit copy of a head in 16 bits gives each logit with a proven bound of its error; only the tokens that can be chosen
+An 8-bit copy of a head in 16 bits gives each logit with a proven bound of its error. Only the tokens that can be chosen
 under these bounds are computed from the head itself, with the bits that the whole product gives them.
 """
 
@@ -27,9 +27,9 @@ COPY = "head_copy"
 """The name of the 8-bit copy among weights."""
 _ROW_BUILDS = (1, 8, 16, 32)
 MOST_ROWS = _ROW_BUILDS[-1]
-"""The most rows of a screened step: with more, too many tokens are candidates of one of them."""
+"""The most rows of a screened step: with more, too many tokens are candidates for one row or another."""
 MOST_TOP_K = 64
-"""The largest top_k of a request that pays to screen: with a larger one too many tokens are candidates."""
+"""The largest top_k for which it pays to screen the head: with a larger one too many tokens are candidates."""
 MOST_COLUMNS = 16384
 _UNIT_COLUMNS, _STEPS_OF_A_UNIT = 64, 4
 _LANES, _COPY_WARPS = 32, 4

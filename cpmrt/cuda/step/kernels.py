@@ -38,7 +38,7 @@ LOOP_END = KernelSpec("loop_end", "step/loop.cu", reason="bookkeeping: whether a
 
 
 def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module, Module]:
-    """Return the modules that `StepKernels` launches, those of step.cu, sampling.cu and masked_sampling.cu."""
+    """Return the modules of `StepKernels` other than loop.cu: step.cu, sampling.cu and masked_sampling.cu."""
     sampling = {"VOCAB": config.vocab_size, "PORTABLE": int(device.is_portable)}
     steps = {"VOCAB": config.vocab_size, "HIDDEN": config.hidden_size}
     return (ADMIT.file, steps), (SAMPLE.file, sampling), (SAMPLE_MASKED.file, sampling)

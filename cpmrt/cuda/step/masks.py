@@ -59,7 +59,7 @@ class MaskRing:
         self._ready_words[(number - 1) % RING_ENTRIES] = 0
 
     def write_nodes(self, number: int, num_nodes: int, left: Mapping[int, bytes | None]) -> None:
-        """Write the masks `left` by node of command `number`, and mark its other nodes as cut."""
+        """Write the masks of command `number`, which `left` has by node; mark the other nodes as cut."""
         for node in range(num_nodes):
             if node in left:
                 self._write(number, node, left[node])
@@ -156,7 +156,7 @@ class MaskedGraphs:
     """Starts the graphs of steps with masks. They are captured when first needed, since mostly none are.
 
     `decode(rows, kind)` and `first()` are the launches to capture (`launches.masked_launches`); `prepare(rows)` loads
-    the kernels of the former. `kinds`: the row kinds of a number of rows, for numbers with more kinds than ANY_ROWS.
+    the kernels of the former. `kinds`: the row kinds by number of rows; numbers that it lacks have ANY_ROWS only.
     """
 
     def __init__(

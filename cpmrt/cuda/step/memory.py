@@ -39,7 +39,7 @@ BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def buckets(prefill_chunk: int) -> tuple[int, ...]:
-    """Return the chunk sizes that prefill graphs are captured for; the last one holds `prefill_chunk` tokens."""
+    """Return the chunk sizes that prefill graphs are captured for; the last one has room for `prefill_chunk` tokens."""
     smaller = [size for size in BUCKETS if size < prefill_chunk]
     return (*smaller, next((size for size in BUCKETS if size >= prefill_chunk), prefill_chunk))
 
@@ -98,7 +98,7 @@ def _attention(
 
 
 def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
-    """Return the buffers that hold the rows of a step, at most `max_rows`: their tokens, positions and slots."""
+    """Return the buffers for the rows of a step, at most `max_rows`: tokens, positions, slots, and a chunk's place."""
     return (
         BufferSpec("token_ids", (max_rows,), EMBED, HEAD, np.int32),
         BufferSpec("positions", (max_rows,), EMBED, HEAD, np.int32),

@@ -15,7 +15,7 @@ QUERY_TILE = 16
 
 @dataclass(frozen=True)
 class HeadConstants:
-    """Compile-time constants of every attention kernel: elements of a head, and query heads of a KV head."""
+    """Compile-time constants that attention kernels share: elements of a head, and query heads of a KV head."""
 
     head_dim: int
     group: int
@@ -35,7 +35,7 @@ class Operands:
 
     @property
     def sizes(self) -> tuple[np.int32, np.int32, np.float32]:
-        """Scalars that every attention kernel takes after its arrays: KV heads, pages of a sequence, score factor."""
+        """Scalars that attention kernels take after their arrays: KV heads, pages of a sequence, score factor."""
         return np.int32(self.kv.k.shape[1]), np.int32(self.rows.block_tables.shape[1]), np.float32(self.scale)
 
     def part(self, part: slice) -> Operands:

@@ -1,8 +1,7 @@
 """Attention of the rows of a step: how the keys of a row are split over blocks, and the kernel `decode_attention`.
 
-How the keys are cut into runs, and which eight runs are merged first, depends on the device and the context alone,
-never on the rows of a step, so a row's result does not depend on them either. Which blocks take the runs may depend on
-the rows.
+How the keys are cut into runs, and which eight runs are merged first, depends on the device and the context alone. It
+never depends on the rows of a step, so neither does a row's result. Which blocks take the runs may depend on the rows.
 """
 
 from __future__ import annotations
@@ -197,9 +196,9 @@ class DecodePlan:
         return min(at_once, self.num_splits // self.cluster)
 
     def _apart(self, rows: int, clusters: int, constants: DecodeConstants) -> int:
-        """Return the bytes of shared memory a block that give each block of one row its own multiprocessor; else 0.
+        """Return the bytes of shared memory with which each block of one row gets a multiprocessor to itself.
 
-        0 means that two may share one. The hardware may put two blocks on one multiprocessor while others have none:
+        0 means that two blocks may share one. The hardware may put two on one multiprocessor while others have none:
         134 MB of keys took 37 to 41 us like that, and 36 us apart. At 1,000 keys the two clusters of an 8B took 1 us
         less apart, where both find room beside the product before.
         """

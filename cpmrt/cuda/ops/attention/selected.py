@@ -81,7 +81,7 @@ class SelectedChunkPlan:
 
 
 def plan_tiles(shape: GroupedAttention, device: Device, max_context: int) -> PrefillPlan | None:
-    """Plan `prefill_selected_wgmma`; None where it does not take the shape.
+    """Plan `prefill_selected_wgmma`; None where the device, shape or context does not suit it.
 
     With fewer than 16 query heads of a KV head a tile would have more rows, which would have to choose the same blocks.
     """

@@ -45,7 +45,7 @@ def tree_launch(plan: DecodePlan, rows: int, window: int) -> AttentionLaunch:
         resident = int(plan.num_sms / SMS_OF_CLUSTER[cluster])
         if groups * plan.units <= resident:
             break
-    # Where a row has many runs, more clusters than groups have work.
+    # Where a row has many runs, there is work for more clusters than there are groups.
     most = min(groups * plan.num_splits // plan.cluster, resident // plan.units)
     # Shared memory: the ring; then nodes and queries, or results that slices exchange; then results from other blocks.
     page, query, exchange = 2 * PAGE_SIZE * head_dim * 2, QUERY_TILE * head_dim * 2, 3 * QUERY_TILE * head_dim * 4

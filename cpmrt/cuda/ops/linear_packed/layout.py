@@ -42,7 +42,7 @@ class LayoutSizes(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConstants:
-    """Compile-time constants of every kernel that reads or writes a layout; `head_dim` is for qkv only."""
+    """Compile-time constants of kernels that read or write the layout of one weight; `head_dim` is for qkv only."""
 
     linear: int
     in_features: int

@@ -24,10 +24,10 @@ _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
 # The warps of a block that makes a head of the queries of latent attention.
 _HEAD_WARPS = 16
 _WARPGROUP = 4
-# Numbers of rows from which on prepare_rows normalises them once, instead of every block (also where they have more
-# than _LARGEST_NORMALISED_X bytes); a gate_up product whose blocks write whole slices of its rows spares the next
-# product prepare_rows; four warps multiply together; and they do so in clusters, or in blocks of more warps than the
-# last number.
+# The first four are numbers of rows. From the first on prepare_rows normalises rows once, instead of every block (also
+# where they have more than _LARGEST_NORMALISED_X bytes). From the second on a gate_up product whose blocks write whole
+# slices of its rows spares the next product prepare_rows. From the third on four warps multiply together, but only from
+# the fourth on in clusters and in blocks of more warps than the last number.
 _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 8, 16, 32, 16
 # Where all of x has more bytes than this, a block takes one run of K only and exchanges sums with others. The limit is
 # lower for up to 8 rows (more were not measured) where all tiles find room in clusters: each of their blocks then turns
@@ -39,18 +39,19 @@ _STAGES, _MOST_KEPT_ROUNDS = 4, 4
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
 # the multiprocessors without work: they pay for short runs of K, and where products take less time than the exchange.
 _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
-# The size of a stage of x, as a share of a block's shared memory.
+# The most bytes of a stage of x, as a share of a block's shared memory.
 _STAGE_SHARE = 0.08
 # Bytes of weights that a block asks for before x, which then queues behind them: more where eight warps share a tile,
 # so that each has a chunk; none with eight rows that every block normalises, and none on devices below STARTS_EARLY.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES = 70_000, 102_000
 _LATE_WEIGHTS_ROWS = 8
-# Only half of the warps ask so early (EARLY_WARPS): with ternary weights if a chunk for each warp would be more bytes
-# than this level; in clusters, at this number of rows, if it would be more than _EARLY_BYTES.
+# Only half of the warps ask so early (EARLY_WARPS): in a product of one row with ternary weights if a chunk for each
+# warp would be more bytes than this level; in a residual product in clusters, at this number of rows, if it would be
+# more than _EARLY_BYTES.
 _HALF_EARLY_LEVEL, _HALF_EARLY_ROWS = 65_536, 32
 # When the next kernel may start (TRIGGER). At 64 rows the one after a residual product is prepare_rows, whose blocks
-# take registers from the next. Outside of clusters, x of _ROWS_BEFORE_NEXT rows would queue behind the early reads of
-# the next kernel.
+# take registers from the product after it. Outside of clusters, x of _ROWS_BEFORE_NEXT rows would queue behind the
+# early reads of the next kernel.
 _AT_ONCE, _AT_END, _BEHIND_X, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
 _ROWS_BEFORE_NEXT = {"residual": 32, "gate_up": 32}
 # In models up to this width all products ask for as much shared memory as a multiprocessor has, in wider ones none. A
@@ -96,8 +97,8 @@ class PackedPlan:
 
     @property
     def fed(self) -> PrepareConstants | None:
-        """The constants of `PREPARE` for the form in which the kernel also writes its output for the next product, to a
-        buffer of `fed_bytes`; None if it writes the output only."""
+        """The constants with which `PREPARE`, without a norm, would write what the kernel also writes for the next
+        product, to a buffer of `fed_bytes`. None if the kernel writes its output only."""
         return replace(self.prepare, in_features=self._fed_columns) if self.constants.feeds else None
 
     @property
@@ -128,7 +129,7 @@ class PackedPlan:
 
     @property
     def num_arrivals(self) -> int:
-        """The number of int32 counters of those sums, which are zero before and after a launch."""
+        """The number of int32 counters for the exchange of sums, which are zero before and after a launch."""
         exchanges = self.constants.shared_run and self.layout.runs > 1
         return self.layout.num_tiles if exchanges and not self.constants.clusters else 0
 
@@ -159,7 +160,7 @@ def plan_packed(
         normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
         row_pitch=row_pitch,
     )  # fmt: skip
-    # With a block for each multiprocessor, enough shared memory is asked for that no two blocks share one.
+    # One row with a block for each multiprocessor asks for so much shared memory that no two blocks share one.
     fills = rows == 1 and work.grid == device.num_sms
     alone = device.lone_block_bytes if fills else 0
     shared_bytes, is_narrow = max(memory.nbytes, alone), _width(layout) <= _NARROW_WIDTH
@@ -191,8 +192,8 @@ def plan_heads(layout: PackedLayout, num_heads: int, device: Device, row_pitch: 
 
 
 def plan_kv_heads(layout: PackedLayout, num_kv_heads: int, device: Device) -> PackedPlan | None:
-    """Plan the product "qkv" of one normalised row in which eight blocks make all rows that a KV head needs, with room
-    for the weights of all their rounds at once; None where that does not fit."""
+    """Plan the product "qkv" of one normalised row in which eight blocks make all outputs that a KV head needs, with
+    room for the weights of all their rounds at once; None where that does not fit."""
     rounds, rest = divmod(layout.num_tiles, num_kv_heads * RUNS)
     rounds += rest > 0
     if layout.runs != RUNS or layout.run_slices > 1 or rounds > MAX_SLOTS:
@@ -308,8 +309,8 @@ class _Work:
         return not self.shared_run and self.warps > RUNS
 
     def multiplies_together(self, rows: int, layout: PackedLayout) -> bool:
-        """Whether four warps share a tensor core product. They do not with few rows, if a block has many warps with few
-        registers each, nor with the most rows, if minimums take some of those registers."""
+        """Whether four warps share a tensor core product. In clusters, and where many warps have few registers each,
+        they do so only from more rows on, and not with the most rows if minimums take some of those registers."""
         late = self.in_clusters or self.warps > _WARPGROUP_WARPS
         if late and layout.zeros == MINIMUMS and rows == ROW_BUCKETS[-1]:
             return False

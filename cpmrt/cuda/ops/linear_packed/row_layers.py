@@ -24,7 +24,7 @@ MOST_LAYERS = 54
 """The most layers of a launch: the operands of so many fit into its parameters."""
 # The most tiles of a warp in one product: the sums of all are in registers.
 _MOST_ROUNDS = 6
-# Slices of a row that is not normalised that a warp has in shared memory at a time; slices of a chunk of weights; the
+# Slices that a warp has in shared memory at a time, of a row that is not normalised; slices of a chunk of weights; the
 # fewest and the most chunks of a warp's ring.
 _STAGE_SLICES, _CHUNK_SLICES, _FEWEST_SLOTS, _MOST_SLOTS = 4, 2, 3, 8
 PAGE_STAGES = 2
@@ -82,7 +82,7 @@ def plan_layer(
     """Plan the launch of a layer's products with weights of these layouts: o, gate_up, down and the next layer's qkv.
 
     Without qkv the layer is the last one. With `attention` each layer begins with its attention. Returns None for a
-    kind or size that the kernel does not take.
+    device, kind or size that the kernel does not take.
     """
     o, gate_up, down, *qkv = layouts
     if device.capability >= STARTS_EARLY or not all(map(is_taken, layouts)):
