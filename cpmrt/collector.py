@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Switch garbage collection off in this process inside the `with` block, unless somebody asks for one.
+    """Switch automatic garbage collection off in this process inside the `with` block.
 
     If modules were imported inside, all objects that exist at the end count as old: only a collection of the oldest
     generation looks at them. Otherwise they do not: such collections are rare, so that models which a program opens and

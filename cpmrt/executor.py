@@ -28,7 +28,7 @@ class Mask:
     """The tokens that one row of a step may sample: bit t % 8 of byte t // 8 of `bits` for token t, or None for all.
 
     Tokens that a row may not sample get the logit -infinity before the rest of the sampling chain. The tokens that a
-    row may sample can depend on the token before it, so a step may be submitted while its mask is still empty; the mask
+    row may sample can depend on the token before it, so a step may be submitted while its mask is still empty. The mask
     is filled before anybody waits for the step. `on_fill`, set by an executor that has launched such a step, is then
     called with the bits.
     """
@@ -124,7 +124,7 @@ class Admit:
 
     `max_new_tokens` and `stop_token_ids` are resolved values: the executor finishes the sequence by them alone.
     `seed` is a 64-bit integer, the Philox key of every token of the sequence. `block_table` has the number of the KV
-    page for each run of `page_size` positions that the sequence may reach; if it is empty, the slot's table stays as it
+    page for each run of `page_size` positions that the sequence may reach. If it is empty, the slot's table stays as it
     is (before the first table it names the slot's own run of pages). If sequences have a state beside their pages, it
     begins as a copy of `snapshot`, which a `Keep` step wrote, or at zero (None).
     """
@@ -148,7 +148,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Note prompt tokens whose keys and values are in the slot's pages already: they only count for the penalties."""
+    """Note tokens whose keys and values are in the slot's pages already.
+
+    They count for the repetition penalty, and a draft that looks text up finds them.
+    """
 
     slot: int
     token_ids: tuple[int, ...]

@@ -57,7 +57,8 @@ class JobMaker:
     sampling_defaults: SamplingDefaults
     seed: int
     on_chat: Callable[[Sequence[int], Sequence[Message], _TokensOf], None] | None = None
-    """Called with each chat's token ids before they are returned, its messages, and a tokenizer of other messages."""
+    """Called with each chat's token ids before they are returned, its messages, and a function that gives the token ids
+    of other messages under the same options."""
     _numbers: Numbers = field(default_factory=count)
 
     def numbers(self, prompts: Sized | None, params: SamplingParams | Sequence[SamplingParams] | None) -> Numbers:

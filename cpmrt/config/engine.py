@@ -37,16 +37,16 @@ class EngineConfig:
     tokens, `max_sequences` = resident sequences that decode together. `cuda_graphs` False launches kernel by kernel;
     `dependent_launch` False keeps a kernel from starting while the one before it ends (sm_90 and later).
     `steps_per_launch` equal decode steps are one launch of a graph that loops, where so many are wanted and nothing
-    comes between them; up to twice as many steps are then submitted before their results are read, and a new request
+    comes between them. Up to twice as many steps are then submitted before their results are read, and a new request
     has to wait for these. None of these settings changes a bit of the output.
 
     `lm_head_bits` 8 or 4 rounds the output head to that many bits while it is loaded (None: it stays as it is). With
-    `lm_head_screen` a GPU keeps an 8-bit copy of a head in 16 bits; a step reads the whole copy, and of the head itself
+    `lm_head_screen` a GPU keeps an 8-bit copy of a head in 16 bits. A step reads the whole copy, and of the head itself
     only the rows that may still be chosen; the tokens are the same. `kv_dtype` "fp8" keeps keys and values in 8 bits
     (e4m3, a scale for each page and head) instead of in `dtype` ("auto").
 
     `prefix_cache` keeps the KV pages of prompts, as long as nothing else needs their room, for later prompts that begin
-    alike; "fast" keeps those of answers too, whose bits differ a little from those that a prefill of the same text
+    alike. "fast" keeps those of answers too, whose bits differ a little from those that a prefill of the same text
     makes. `prefix_dir` is a folder that keeps the KV pages of chats' system parts from one start to the next
     (`cpmrt.prefixes`). `draft` is the draft model (a folder, a hub id or a folder within the model's own; None for the
     method lookup), and `speculation` says how it is used.

@@ -19,7 +19,7 @@ class MixerConfig:
 
     @property
     def prefill_step(self) -> int:
-        """The number of tokens of which every chunk of a prompt but the last must have a multiple."""
+        """Every chunk of a prompt but the last must have a multiple of this number of tokens."""
         return 1
 
     def for_context(self, limit: int) -> MixerConfig:

@@ -152,7 +152,7 @@ def _gptq(fields: Fields) -> WeightQuantization:
         "gptq",
         _group_size(fields, "group_size"),
         symmetric=fields.boolean("sym", True) and all(rule.get("sym", True) for rule in overridden),
-        # With static groups desc_act only was the order in which columns were quantised.
+        # With static groups desc_act was only the order in which columns were quantised.
         act_order=fields.boolean("desc_act", False) and not fields.boolean("static_groups", False),
         v1_zeros=v1_zeros,
         lm_head=fields.boolean("lm_head", False),

@@ -35,7 +35,7 @@ class SamplingParams:
     is subtracted once from the logit of every token that the answer has, `frequency_penalty` as often as it is there.
 
     `loop_repeats` = n (0: off) ends an answer whose last tokens repeat one run n times, 128 tokens or more in all, with
-    the reason "loop"; with a `loop_penalty` above 1 the first loop raises the repetition penalty to that, and only the
+    the reason "loop". With a `loop_penalty` above 1 the first loop raises the repetition penalty to that, and only the
     next one ends the answer. `max_thinking_tokens` closes a thought that is still open after that many tokens, with the
     model's own marker. Presence and frequency penalties count anew from where the repetition penalty was raised, after
     `max_thinking_tokens` tokens (even if no thought is open), and from where a `grammar_trigger` binds.

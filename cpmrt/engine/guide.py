@@ -135,7 +135,9 @@ class Guide:
         return self._max_run > 0 and self._knows_certain()
 
     def tree_masks(self, room: int) -> TreeMasks:
-        """Return the masks of the next step, which drafts. Only draft steps are in flight. `room` as for `num_certain`.
+        """Return the masks of the next step, which drafts. None but draft steps may be in flight.
+
+        `room` as for `num_certain`.
         """
         if self._trees:
             self._trees[-1].leave_root()

@@ -101,7 +101,7 @@ class Sequence:
     finish_reason: str | None = None
     """The reason of the end: "stop", "length", "loop" or "cancelled"; None: it has not ended."""
     failure: Exception | None = None
-    """The error of the step that ended the sequence."""
+    """The error of a step, or of the grammar, that ended the sequence."""
     accepts: AcceptCounts | None = None
     """The counts of its draft steps; None where the executor only decodes."""
     screened_steps: int = 0

@@ -134,7 +134,7 @@ def next_shape(seq: Sequence) -> int:
 
 
 def decode_step(sequences: tuple[Sequence, ...], shape: int, limits: ExecutorLimits) -> Decode | Speculate:
-    """Return the next step. Its masks are filled if the executor, which cannot run ahead, needs them at once."""
+    """Return the next step. Its plain masks are filled if the executor cannot run ahead, as it needs them at once."""
     slots = tuple(seq.slot for seq in sequences)
     if shape != PLAIN:
         guide, room = sequences[0].guide, sequences[0].room

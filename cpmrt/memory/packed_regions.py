@@ -25,8 +25,8 @@ PackedRegions = Callable[[TensorSpec], tuple[PackedRegion, ...]]
 
 
 def canonical_regions(spec: TensorSpec) -> tuple[PackedRegion, ...]:
-    """Return the pieces of the NumPy executor's layout: codes packed along K, scales, a byte for each zero point, the
-    order of the columns; or for a weight in GGUF blocks the blocks of each source."""
+    """Return the pieces of the NumPy executor's layout. A weight in GGUF blocks has the blocks of each source; any
+    other has codes packed along K, scales, a byte for each zero point, and the order of the columns."""
     quant, (num_rows, num_columns) = spec.quant, spec.shape
     assert quant is not None, spec.name
     if quant.in_blocks:

@@ -107,7 +107,7 @@ def buffer_specs(draft: Draft, max_rows: int, num_sequences: int = 1) -> tuple[B
     of `num_sequences` sequences grow.
 
     The buffer `hidden` keeps the target's states of a step from the forward that writes them to the last draft pass. In
-    a prefill they begin in its row 1, and row 0 has the state that the chunk before has left, so that the draft's row i
+    a prefill they begin in its row 1, and row 0 has the state that the chunk before has left. So the draft's row i
     finds the state that it reads in row i. Sampling comes before the draft's passes, which overwrite the target's
     workspace.
     """

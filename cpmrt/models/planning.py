@@ -57,7 +57,10 @@ def open_weights(
 
 
 def position_limit(config: ModelConfig, engine: EngineConfig) -> int:
-    """Return the context that was asked for, in tokens. Raises ConfigError past the range of the rotary embedding."""
+    """Return the context that was asked for, or the model's default, in tokens.
+
+    Raises ConfigError past the range of the rotary embedding.
+    """
     if engine.max_context is None:
         return config.default_context
     if engine.max_context > config.max_positions:

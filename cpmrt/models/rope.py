@@ -51,7 +51,7 @@ def rope_pieces(config: ModelConfig, head_dim: int, num_positions: int, limit: i
 
 
 def _begin(pool: ThreadPoolExecutor, compute: Callable[[], F32]) -> Future[F32]:
-    """Have a thread compute, or compute here if the system starts no thread, whose stack counts as memory too."""
+    """Have a thread compute, or compute here if the system starts none: its stack counts against a memory limit."""
     try:
         return pool.submit(compute)
     except RuntimeError:

@@ -155,8 +155,8 @@ class QkvWeights:
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
     """The weights of latent attention between its projections: the RMSNorms of the queries' latent [A] and of the
-    latent [C] of keys and values, and `up` [H, N + U, C], the matrices that make each head's key (the first N rows) and
-    value of the latter."""
+    latent [C] of keys and values, and `up` [H, N + U, C]. The latter are the matrices that make each head's key (the
+    first N rows) and value of the latent of keys and values."""
 
     q_norm: Any
     kv_norm: Any

@@ -51,8 +51,8 @@ class Ops(Protocol):
         accepted path are compressed when its keys move to their positions. With `kv.compressed.nope` q and k before
         RoPE are stored too, q to `q_nope`, and it is those keys that are compressed.
 
-        `is_attended`: `decode_attention` of these rows over all their keys follows, and gets the handoff of this op. It
-        may then do the work of both, which leaves q undefined."""
+        `is_attended`: `decode_attention` of these rows over all their keys follows, and gets the handoff of this op.
+        `decode_attention` may then do the work of both, which leaves q undefined."""
         ...
 
     def project(
@@ -162,8 +162,8 @@ class Ops(Protocol):
         ...
 
     def route(self, routing: Routing, x: Any, norm: Any, router: Any, eps: float, rows: Rows) -> Handoff:
-        """RMSNorm and the router's scores of each row, of which `routing` gets the A experts of the highest scores
-        (among equals the lower index), and as their shares the softmax over these A scores in float32."""
+        """RMSNorm and the router's scores of each row. `routing` gets the A experts of the highest scores (among equals
+        the lower index), and as their shares the softmax over these A scores in float32."""
         ...
 
     def experts_gate_up(

@@ -24,7 +24,7 @@ def read_texts(path: Path) -> Iterator[str]:
     """Yield the documents of a text file, of a .jsonl file (its "text" fields), or of all such files under a folder.
 
     A folder's files come in the order of a hash of their paths, which favours none of its parts; at most 16 MB of each
-    are read. No link in it may lead out of its own folder; a `path` that is a file may be any link. Raises
+    are read. No link in it may lead out of its own folder; a `path` that is a file may be a link to anywhere. Raises
     CheckpointError.
     """
     if not path.is_dir():

@@ -153,9 +153,9 @@ def _beyond_keys(rope: RopeConfig) -> str | None:
 
 
 def _yarn_keys(config: ModelConfig, factor: float) -> dict[str, KeyValue]:
-    """Return the keys that only YaRN has.
+    """Return the keys that only YaRN has, and the key of the factor of cos and sin where that is not YaRN's own.
 
-    The factor of cos and sin is among them where it is not YaRN's own, 0.1 ln(factor) + 1: as a multiple of that.
+    YaRN's own is 0.1 ln(factor) + 1; the key holds a multiple of it.
     """
     weight = _attention_factor(config) / (0.1 * log(factor) + 1.0)
     return {

@@ -119,7 +119,7 @@ def quantise_head(weight: Any, sums: InputSums | None, recipe: Recipe) -> Quanti
 def _scale_columns(layer: DecoderLayer, streams: list[Any], recipe: Recipe) -> None:
     """Scale the columns of a layer's linears as AWQ does, which leaves what the layer computes unchanged.
 
-    The residual streams of all stages are therefore those of the layer before it.
+    The residual streams computed before any scaling therefore serve all stages.
     """
     grid, after_attention = recipe.grid, [layer.after(OUTPUT, stream) for stream in streams]
     for stage in SCALED_STAGES:

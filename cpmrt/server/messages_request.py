@@ -24,8 +24,9 @@ Block = dict[str, Any]
 
 @dataclass(frozen=True)
 class Conversation:
-    """The parts of a request that make the prompt. The answer goes on after `begun`, the text of the last message.
+    """The parts of a request that make the prompt.
 
+    The answer goes on after `begun`, the text of the last message if that is the assistant's; else it is empty.
     `thinks` None leaves it to the template whether the model thinks first. `called` are the names of tools of which one
     must be called, once with `one_call`.
     """

@@ -325,7 +325,10 @@ class SharedEngine:
             self._run_end(reading, error)
 
     def _run_hand_out(self) -> None:
-        """Give the receivers, in one call each, the new items of their jobs. Errors that end no job are raised last."""
+        """Give the receivers, in one call each, the new items of their jobs.
+
+        The first of the errors that end no job is raised after that.
+        """
         batches: dict[Receiver, list[Item]] = {}
         news, errors = dict.fromkeys(self._news), list[Exception]()
         self._news.clear()

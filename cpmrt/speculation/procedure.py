@@ -92,7 +92,7 @@ class TreeOps(DraftOps, Protocol):
     def accept(self, shape: TreeShape) -> None:
         """Follow the tree as long as it has the sampled tokens; the path's keys and values go to their positions.
 
-        The sampled tokens are the step's result, and wait for the draft from then on.
+        The tokens sampled along the path are the step's result, and wait for the draft from then on.
         """
         ...
 
@@ -222,7 +222,7 @@ class Waiting:
         self._counts[slot] = 1
 
     def before_decode(self, counts: Mapping[int, int]) -> list[int]:
-        """Add `counts` to the waiting tokens of each slot; return the slots whose draft has to catch up before that."""
+        """Add `counts` to the waiting tokens of each slot; return the slots whose draft has to catch up first."""
         late = [slot for slot, count in counts.items() if self._counts[slot] + count > MAX_WAITING]
         self._counts.update(dict.fromkeys(late, 1))
         for slot, count in counts.items():

@@ -45,7 +45,7 @@ def open_file(path: Path, *, anywhere: bool = False) -> BinaryIO:
     """Open a regular file for reading. Raises CheckpointError.
 
     A link must lead to a file in the same folder or to a blob of the hub's cache, because a folder that somebody else
-    made could otherwise expose any file of this machine; with `anywhere` it may lead to any file. Anything but a
+    made could otherwise expose any file of this machine. With `anywhere` it may lead to any file. Anything but a
     regular file is refused before it is opened: a FIFO would block, a device never ends.
     """
     try:

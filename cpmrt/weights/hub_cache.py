@@ -1,4 +1,4 @@
-"""Lists the models in the caches of the hubs, whole or not, with their sizes and states, and removes them."""
+"""The models in the caches of the hubs, whole or not: lists them with their sizes and states, and removes a model."""
 
 from __future__ import annotations
 

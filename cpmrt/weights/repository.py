@@ -181,7 +181,7 @@ class Repository:
 
 
 def has_weights(folder: Path) -> bool:
-    """Tell whether a folder has all its weights: every file that its index names or, without an index, any file.
+    """Tell whether a folder has all its weights: every file that its index names or, without one, any .safetensors.
 
     A GGUF file has them.
     """

@@ -1,6 +1,6 @@
 """DSpark drafts: the target's hidden states become keys and values of a few layers, which then run a whole block.
 
-The draft runs no rows for positions that the target has run: each layer makes the key and value of such a position from
+The draft runs no rows for positions that the target has run. Each layer makes the key and value of such a position from
 the same vector, the target's tapped states through `fc` and a norm. The block is the newest token and mask tokens
 behind it, one pass in which every row sees all positions before the block and the whole block. Its tokens are chosen
 one after another (`markov_weights`). Source: see `config.dspark`. The names of a draft's arrays begin with `draft.`.

@@ -1,4 +1,4 @@
-"""The mixture of experts: a router chooses gated mlps for each row, whose outputs are added, weighted by its shares."""
+"""The mixture of experts: a router chooses gated mlps for each row; their outputs are added, each times its share."""
 
 from __future__ import annotations
 

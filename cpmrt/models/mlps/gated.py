@@ -1,4 +1,7 @@
-"""The gated mlp: one fused product for gate and up, activation(gate) * up, and the product to the residual stream."""
+"""The gated mlp: one fused product for gate and up, activation(gate) * up, and the down product.
+
+The output of the last is added to the residual stream.
+"""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def _likely_cuts(tokens: Sequence[str], known: U64) -> Iterator[tuple[str, int]]
 class _Hashes:
     """Hashes of any parts of some tokens, which are concatenated: token i is characters `begins[i]` to `ends[i]`.
 
-    A hash is a polynomial in `_BASE`, modulo 2**64, whose coefficients are the characters: the difference of two prefix
-    sums gives that of any part.
+    A hash is a polynomial in `_BASE`, modulo 2**64, whose coefficients are the characters. That of any part is the
+    difference of two prefix sums, divided by a power of `_BASE`.
     """
 
     def __init__(self, tokens: Sequence[str]):

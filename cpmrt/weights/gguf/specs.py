@@ -20,7 +20,7 @@ def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[Ten
     """Return the `specs` of a model in 16 bits as its GGUF file holds them, tensor by tensor.
 
     A matrix all of whose sources are in blocks is held in these blocks, each source with its own type, and so is an
-    embedding; a head that is tied to such an embedding becomes a weight of its own, with the same blocks. The source of
+    embedding. A head that is tied to such an embedding becomes a weight of its own, with the same blocks. The source of
     a tensor that is absent or has another shape stays as it is: `weights.check` refuses it.
     """
     made = [_as_stored(spec, checkpoint) for spec in specs]
