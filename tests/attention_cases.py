@@ -27,7 +27,7 @@ GUARD = 256
 
 @dataclass
 class Case:
-    """Rows that each attend to `lengths[t]` keys of a slot of their own; unwritten cache is NaN."""
+    """Rows of a step with the pages that they attend to; entries of pages that nothing was written to are NaN."""
 
     dtype: DType
     num_heads: int
@@ -53,7 +53,7 @@ class Case:
         return self.take([index])
 
     def take(self, rows: list[int]) -> Case:
-        """Some of the rows, on the same pages."""
+        """Return the case with only the rows `rows`, on the same pages."""
         tree = {"tree_masks": self.tree_masks, "tree_base": self.tree_base}
         taken = {name: None if values is None else values[rows] for name, values in tree.items()}
         return replace(self, q=self.q[rows], positions=self.positions[rows], slots=self.slots[rows], **taken)
@@ -81,7 +81,7 @@ def make_case(dtype: DType, group: int, kv_heads: int, head_dim: int, lengths: l
 
 
 def fp8_of(pages: Any, seed: int) -> Fp8Pages:
-    """Scales of all sizes for keys and values of about 1, NaN where nothing was written."""
+    """Return `pages` in fp8, with random scales from 2^-7 to 2^3 for each page and head; unwritten entries stay NaN."""
     random = np.random.default_rng(seed)
     scales = 2.0 ** random.integers(-7, 4, pages.shape[:2]).astype(np.float32)
     unwritten = np.isnan(pages)
@@ -90,20 +90,20 @@ def fp8_of(pages: Any, seed: int) -> Fp8Pages:
 
 
 def planned_device(cuda: Any, *, sms: int = 132, portable: bool = False, capability: int | None = None) -> Device:
-    """The device with the multiprocessors and the compute capability to plan for; `portable`: without clusters."""
+    """Return the device with this many multiprocessors and this compute capability; `portable`: without clusters."""
     return replace(cuda.device, num_sms=sms, capability=capability or (80 if portable else cuda.device.capability))
 
 
 def plan_of(
     attention: GroupedAttention, device: Device, max_context: int, max_rows: int = MAX_ROWS, *, is_fp8: bool = False
 ) -> AttentionPlan:
-    """The plan of a model whose one layer has this attention."""
+    """Return the attention plan of a model whose only layer has this attention."""
     layers = (caches(attention, FP8 if is_fp8 else "auto"),)
     return AttentionPlan.of(attention, device, CacheLayout(layers, max_context, max_sequences=1), max_rows)
 
 
 def workspace(cuda: Any, plan: AttentionPlan) -> dict[str, Any]:
-    """What the plan needs in the arena: counters are 0, everything else is poison."""
+    """Return the buffers that the plan needs in the arena: the arrival counters are 0, everything else is poison."""
     specs = (*plan.tables, *plan.workspace, BufferSpec("chunk", (4,), 0, 0, np.int32))
     arrays = {
         spec.name: np.full(spec.shape, np.nan if spec.dtype is np.float32 else 0x77, spec.dtype or np.uint16)
@@ -114,13 +114,13 @@ def workspace(cuda: Any, plan: AttentionPlan) -> dict[str, Any]:
 
 
 def uploaded(cuda: Any, pages: Fp8Pages) -> Fp8Pages:
-    """Pages in fp8 on the device, and the nodes beside them if there are any."""
+    """Return `pages` on the device, with the codes and scales of tree nodes if there are any."""
     parts = pages.codes, pages.scales, pages.nodes, pages.node_scales
     return Fp8Pages(*(None if part is None else cuda.array(part) for part in parts))
 
 
 class AttentionDevice:
-    """Uploads a case's pages once, or `pages` in fp8; `run` gives the output rows, checks guards and counters."""
+    """A case's pages, or `pages` in fp8, on the device; `run` returns output rows and checks guards and counters."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class AttentionDevice:
     def attention(
         self, out: Any, case: Case, *, pdl: bool = False, window: int = 0, kind: RowKind = ANY_ROWS
     ) -> Callable[[], None]:
-        """The op on rows that are uploaded now, to be launched any number of times; `out` on the device."""
+        """Upload the rows of `case` and return a function that launches the op on them; `out` is on the device."""
         places = (case.positions, case.slots, case.tree_masks, case.tree_base)
         positions, slots, *tree = (None if values is None else self.cuda.array(values) for values in places)
         rows = Rows(None, positions, slots, self.block_tables, False, None, *tree, kind=kind)
@@ -158,7 +158,7 @@ class AttentionDevice:
         )  # fmt: skip
 
     def run(self, case: Case, *, launches: int = 1, **options: Any) -> np.ndarray[Any, Any]:
-        """`options` of `attention`."""
+        """Return the op's output rows after so many launches, with the `options` of `attention`."""
         size = case.q.size
         out = self.cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), case.dtype)
         inner = out[GUARD : GUARD + size].reshape(case.q.shape)

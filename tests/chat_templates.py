@@ -49,8 +49,8 @@ LLAMA_STYLE = (
     "{% endfor %}{% if add_generation_prompt %}{{ head('assistant') }}{% endif %}"
     "{% if date_string is defined %}{{ date_string }}{% endif %}"
 )
-# It looks at contents in every way that a template can, and writes them in every way. What `{...}["get"]` gives is a
-# method, which Jinja writes with an address that differs each time: the first six characters do not.
+# This template reads and writes messages' contents in every way that a template can. `{...}["get"]` gives a method,
+# which Jinja writes with an address that differs each time, so only its first six characters are written.
 CURIOUS = """
 {%- macro shown(text, limit) %}{% if '<|im_end|>' in text %}(ends a turn){% endif %}{{ text[:limit] }}{% endmacro %}
 {%- set ns = namespace(all='', parts=[]) %}

@@ -1,4 +1,4 @@
-"""What every test shares: the `gpu` marker, the `shared_data` folder, a fresh compiler and the hypothesis profiles.
+"""Fixtures and settings of all tests: the `gpu` marker, the shared data, a fresh compiler, the hypothesis profiles.
 
 A module of GPU tests must skip in its tests or fixtures, not at import: CPMRT_REQUIRE_GPU=1 sees only the former.
 """
@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-# ModelScope's client looks for its cache once a process; nothing is written to that of the user.
+# ModelScope's client looks for its cache folder once in a process; the tests must not write to the user's.
 os.environ["MODELSCOPE_CACHE"] = tempfile.mkdtemp(prefix="modelscope-")
 
-# Nothing may fail because a machine is slow, or because of what is drawn this time: usually that is always the same.
+# No test may fail because a machine is slow or because of what is drawn: the usual profile always draws the same.
 settings.register_profile(
     "usual", deadline=None, max_examples=60, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -33,14 +33,17 @@ settings.load_profile("usual")
 
 
 def pytest_configure() -> None:
-    """Programs that tests interrupt must not inherit that SIGINT is ignored, as it is in the background of a shell."""
+    """Restore Python's SIGINT handler, so that programs that tests interrupt do not inherit an ignored SIGINT.
+
+    A shell ignores SIGINT for commands that it runs in the background.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache
 def missing_gpu() -> str:
-    """Why there is no usable GPU, '' if there is one."""
+    """Return why there is no usable GPU, or '' if there is one."""
     try:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -60,7 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """With CPMRT_REQUIRE_GPU=1 a `gpu` test that skips, for whatever reason, has failed."""
+    """Report a `gpu` test that skips, for whatever reason, as failed if CPMRT_REQUIRE_GPU=1."""
     report = yield
     required = os.environ.get("CPMRT_REQUIRE_GPU") == "1" and item.get_closest_marker("gpu")
     if required and report.skipped and not hasattr(report, "wasxfail"):
@@ -80,7 +83,7 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cpmrt finds no GPU, whatever this machine has."""
+    """A setting in which cpmrt finds no GPU, whatever this machine has."""
     from cpmrt.cuda import assembly
     from cpmrt.errors import NoDeviceError
 
@@ -92,7 +95,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh_nvrtc() -> Iterator[None]:
-    """The compiler has been loaded; which one was found is forgotten, before and after.
+    """Load the compiler once, then forget which one was found, before the test and after it.
 
     The bindings keep for ever the function by which they look for NVRTC. A test that takes NVRTC away must not be the
     first that imports them: they would keep that test's function, and no later one in the process would find NVRTC.

@@ -61,7 +61,10 @@ def target_tensors(seed: int = 1, layers: int = 3) -> Tensors:
 def eagle2_tensors(
     family: str = "vllm", *, layers: int = 1, seed: int = 2, norms: bool = True, bias: bool = False
 ) -> Tensors:
-    """`family` vllm or cpmcu. Without `norms` it is a classic one, whose first layer has none either."""
+    """Return an EAGLE draft's tensors by name, as vllm or cpmcu (`family`) names them.
+
+    Without `norms` it is a classic EAGLE draft, whose first layer has no input norm either.
+    """
     stem, layer_name = ("model.", "model.eagle_layers") if family == "vllm" else ("", "layers")
     shapes: dict[str, tuple[int, ...]] = {f"{stem}fc.weight": (HIDDEN, 2 * HIDDEN)}
     shapes[f"{stem}embed_tokens.weight"] = (VOCAB, HIDDEN)
@@ -124,20 +127,20 @@ DSPARK = {key: value for key, value in TARGET.items() if key not in _SCALES} | {
 }  # fmt: skip
 
 EAGLE_OF_VLLM = DRAFT | {"architectures": ["EagleMiniCPMForCausalLM"]}
-"""As `MiniCPM4-8B-Eagle-vLLM`: the embedding is the target's, and the head counts if it is another one."""
+"""A config like that of `MiniCPM4-8B-Eagle-vLLM`: the embedding is the target's; its head is used if it differs."""
 
 
 def eagle_of_vllm_tensors(*, own_head: bool = True) -> Tensors:
     target = target_tensors()
     made = eagle2_tensors("vllm", seed=6) | {"model.embed_tokens.weight": target["model.embed_tokens.weight"]}
     head = target["lm_head.weight"]
-    # A little off the target's, so that the draft is as often right.
+    # The draft's head is the target's with some noise, so that the draft is often right.
     made["lm_head.weight"] = head + 0.4 * made["lm_head.weight"] if own_head else head
     return made
 
 
 def write_all(root: Path) -> Path:
-    """`root` with a target and one draft of each kind in folders of their own."""
+    """Fill `root` with a target and drafts of every kind, each in a folder of its own; return `root`."""
     write_folder(root / "target", TARGET, target_tensors())
     write_folder(root / "vllm", DRAFT, eagle2_tensors("vllm"))
     write_folder(root / "cpmcu", DRAFT | {"num_hidden_layers": 2}, eagle2_tensors("cpmcu", layers=2, bias=True))

@@ -1,4 +1,4 @@
-"""The CUDA executor's module where there is no CuPy."""
+"""Imports the CUDA executor's module on machines without CuPy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def executor_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return it with a CuPy of which only names are asked; imported for one test alone."""
+    """Return the module `cpmrt.cuda.executor`, imported for one test only with a CuPy that has nothing but names."""
     error = type("Error", (Exception,), {})
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(CUDARuntimeError=error), driver=SimpleNamespace(CUDADriverError=error)

@@ -26,7 +26,11 @@ GUARD_ROWS = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """`group` 0: weights in 16 bits; else columns that share a scale, with `zeros` zero points of their own."""
+    """Sizes of a mixture of experts and the format of its weights.
+
+    `group` is the number of columns that share a scale, 0 for weights in 16 bits. With `zeros` each group has a zero
+    point.
+    """
 
     hidden: int
     inner: int
@@ -38,7 +42,7 @@ class Shape:
 
 @dataclass
 class Case:
-    """A mixture of experts with rows: float32 arrays that hold what the device does."""
+    """A mixture of experts with input rows: float32 arrays whose values are those that the device holds."""
 
     shape: Shape
     dtype: DType
@@ -72,7 +76,10 @@ class Case:
         return dense
 
     def routing(self, kind: str) -> Routing:
-        """`kind` "router": by the scores; "one": all rows the same experts; "padded": some rows have none."""
+        """Return the experts of every row.
+
+        `kind` "router" chooses by the scores, "one" gives all rows the same experts, "padded" makes some rows padding.
+        """
         routing = no_routing(self.num_rows, self.shape.top)
         slots = np.zeros(self.num_rows, np.int32)
         if kind == "padded":
@@ -84,7 +91,7 @@ class Case:
         return routing
 
     def inner(self, routing: Routing, is_prefill: bool) -> Any:
-        """The oracle's rows between the products."""
+        """Return the rows that the NumPy op experts_gate_up gives: the input of the second product."""
         inner = np.zeros((self.num_rows, self.shape.top * self.shape.inner), np.float32)
         self.ops.experts_gate_up(inner, self.x, self.norm, self.gate_up, EPS, routing, is_prefill=is_prefill)
         return inner
@@ -127,16 +134,16 @@ class OnDevice:
         return PackedWeight(cuda.array(pack(layout, codes, words(scales), words(zeros))), None, layout)
 
     def ops(self, *, pdl: bool = False, in_one: bool = False) -> ExpertOps:
-        """The ops; `in_one`: with what they need to run one row's in one launch."""
+        """Return the ops; with `in_one` they have the buffer that one launch for all ops of a single row needs."""
         arrays = {name: array for name, array in self.arrays.items() if in_one or name != "expert_words"}
         return ExpertOps(self.device, self.cuda.launcher(self.case.dtype, pdl=pdl), arrays)
 
     def run(
         self, routing: Routing, rows: Any = None, *, is_prefill: bool = False, pdl: bool = False, together: bool = True
     ) -> tuple[Any, Any]:
-        """Inner rows [T, A F] and residual stream of some rows of the case; guards around them must stay poison.
+        """Run both ops on some rows of the case; return the inner rows [T, A F] and the residual stream.
 
-        `together` False hands nothing from the one op to the other.
+        Guards around both must stay poison. `together` False does not tell the second op what the first one prepared.
         """
         case, cuda, dtype = self.case, self.cuda, self.case.dtype
         rows = np.arange(case.num_rows) if rows is None else np.asarray(rows)
@@ -159,17 +166,17 @@ class OnDevice:
 
     @property
     def row_constants(self) -> ExpertsRowConstants | None:
-        """How experts_row.cu is built for these weights; None: it does not take them."""
+        """The compile-time constants of experts_row.cu for these weights, or None if the kernel does not take them."""
         shape = self.case.shape
         return experts_row_constants(self.gate_up, self.down, shape.experts, shape.top, self.device)
 
     def layer(
         self, rows: Any, slots: Any = None, *, pdl: bool = False, in_one: bool = False
     ) -> tuple[Routing, Any, Any]:
-        """Routing, inner rows and residual stream of a step of some rows of the case, op by op as the layer runs them;
-        `in_one`: those of one row in one launch, where there is a kernel for that.
+        """Run the layer's ops in order on some rows of the case; return the routing, inner rows and residual stream.
 
-        What nothing has written of the routing and of the inner rows is -9 or NaN.
+        With `in_one` a single row takes one launch, where there is a kernel for that. Entries of the routing and of
+        the inner rows that no kernel has written are -9 or NaN.
         """
         case, cuda, dtype = self.case, self.cuda, self.case.dtype
         count, empty = len(rows), no_routing(len(rows), case.shape.top)

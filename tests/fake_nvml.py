@@ -1,4 +1,4 @@
-"""nvidia-ml-py without a GPU."""
+"""A stand-in for nvidia-ml-py that needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BUS_ID = "0000:3B:00.0"
 
 
 class FakeNvml:
-    """The parts of nvidia-ml-py that are used; `missing` names calls that this board refuses."""
+    """The functions of nvidia-ml-py that cpmrt uses; `missing` names those that this board refuses."""
 
     NVML_SUCCESS, NVML_TEMPERATURE_GPU, NVML_CLOCK_SM, NVML_CLOCK_MEM = 0, 0, 1, 2
     NVML_FI_DEV_POWER_INSTANT = 186

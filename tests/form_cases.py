@@ -25,7 +25,7 @@ def _object(draw: random.Random, number: int, depth: int) -> dict[str, Any]:
 
 
 def _definitions(draw: random.Random) -> dict[str, Any]:
-    """What `_reference` refers to."""
+    """Return the definition that `_reference` refers to."""
     properties = {"x": {"type": "integer", "minimum": 0, "maximum": 9}, "y": {"type": "boolean"}}
     point = {"type": "object", "properties": properties, "required": ["x", "y"], "additionalProperties": False}
     return {"$defs": {"point": point}}

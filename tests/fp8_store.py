@@ -27,7 +27,7 @@ class Store:
         random = np.random.default_rng(self.head_dim)
         self.shape = (PAGES, KV_HEADS, PAGE_SIZE, self.head_dim)
         self.qkv = random.standard_normal((300, (HEADS + 2 * KV_HEADS) * self.head_dim), np.float32)
-        # Tokens of very different sizes, zeros among them.
+        # The magnitudes of tokens differ by up to 10^5; token 128 is all zeros.
         self.qkv = round_to(self.qkv * 10.0 ** random.integers(-3, 3, (300, 1)).astype(np.float32), self.dtype)
         self.qkv[128] = 0
         self.table = random.permutation(PAGES).reshape(3, 7).astype(np.int32)
@@ -43,9 +43,9 @@ class Store:
         return self._launch(self.kernel, self.codes, self.scales, rows, positions, slots, None)
 
     def append_tree(self, rows: list[int], masks: list[int], slot: int, base: int) -> tuple[Any, list[Fp8Pages]]:
-        """Keep rows of `qkv` as the nodes of a tree in `slot`, and one more row as padding.
+        """Store rows of `qkv` as the nodes of a tree in `slot`, followed by one row of padding.
 
-        Return the queries and what is kept of keys and of values, one node more than there are rows.
+        Return the queries, and the stored nodes of keys and of values with the padding's entry, which is the last.
         """
         count, cuda = len(rows) + 1, self.cuda
         nodes = [cuda.array(np.full((count, KV_HEADS, self.head_dim), 0x7F, np.uint8)) for _ in "kv"]

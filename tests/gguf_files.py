@@ -21,7 +21,7 @@ def string(text: str | bytes, length: int | None = None) -> bytes:
 
 
 def value(kind: int, content: Any) -> bytes:
-    """A value with its type in front; of an ARRAY the content is (type of its elements, list)."""
+    """Return the bytes of a value with its type in front; the content of an ARRAY is (type of its elements, list)."""
     if kind == ARRAY:
         inner, items = content
         body = b"".join(value(inner, item)[4:] for item in items)
@@ -47,7 +47,7 @@ class Described:
 
 @dataclass
 class Content:
-    """What a file is made of; every field can be set to something else than it should be."""
+    """The parts of a GGUF file; every field can be set to something wrong."""
 
     keys: list[tuple[str | bytes, bytes]] = field(default_factory=list)
     tensors: list[Described] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Content:
 
 
 def good() -> Content:
-    """A small file with a key of every type and tensors of four types."""
+    """Return a small file with a key of every type and tensors of five types."""
     random = np.random.default_rng(3)
     keys: list[tuple[str | bytes, bytes]] = [
         ("general.architecture", value(STRING, "llama")),

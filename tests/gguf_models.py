@@ -59,7 +59,10 @@ TypeOf = Callable[[str], str]
 
 
 def mixed(name: str) -> str:
-    """Mixes as Q4_K_M does: 6 bits for the head and some of v and down, so that q, k and v have different types."""
+    """Return the type of a matrix as Q4_K_M mixes them: 6 bits for the head and some of v and down, 4 for the others.
+
+    So q, k and v have different types.
+    """
     if name in ("token_embd.weight", "output.weight", "blk.0.attn_v.weight", "blk.1.ffn_down.weight"):
         return "Q6_K"
     return "Q4_K"
@@ -74,7 +77,7 @@ class Pair:
 
 
 def write_pair(folder: Path, architecture: str, type_of: TypeOf, seed: int = 0, **config: Any) -> Pair:
-    """Write both, the weights drawn from `seed` and rounded to the types that the file has."""
+    """Write the GGUF file and the folder, with weights drawn from `seed` and rounded to the file's types."""
     settings = CONFIGS[architecture] | config
     random, tensors, weights = np.random.default_rng(seed), list[files.Described](), dict[str, F32]()
     for spec in tensor_specs(ModelConfig.from_hf(settings)):
@@ -99,7 +102,7 @@ def write_pair(folder: Path, architecture: str, type_of: TypeOf, seed: int = 0, 
 
 
 def gguf_name(name: str) -> str:
-    """What the converter calls a tensor."""
+    """Return the name that llama.cpp's converter gives to the checkpoint's tensor `name`."""
     module, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module):
         return f"blk.{match[1]}.{_RENAMED[match[2]]}.{kind}"
@@ -107,13 +110,13 @@ def gguf_name(name: str) -> str:
 
 
 def unpaired(values: F32, heads: int) -> F32:
-    """The inverse of the converter's `permute`: rows 0, 2, 4, ... of a head, then rows 1, 3, 5, ..."""
+    """Undo the converter's `permute`: return rows 0, 2, 4, ... of each head, then rows 1, 3, 5, ..."""
     split = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(values.shape)
 
 
 def draw(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> tuple[int, bytes, F32]:
-    """Draw a tensor: the number of its type, its bytes, and what they stand for; matrices are about 1 / sqrt(K)."""
+    """Draw a tensor; return the number of its type, its bytes and their values (about 1 / sqrt(K) in matrices)."""
     if kind in _FLOATS:
         number, dtype = _FLOATS[kind]
         values = random.standard_normal(shape).astype(np.float32) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
@@ -121,10 +124,10 @@ def draw(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> tupl
         return number, words.tobytes(), to_float32(words, dtype)
     row = BLOCK_TYPES[kind]
     blocks = random.integers(0, 256, (shape[0], shape[1] // row.size, row.nbytes), dtype=np.uint8)
-    if kind == "TQ2_0":  # a code of 3 is none
+    if kind == "TQ2_0":  # no code may be 3
         blocks &= blocks ^ (blocks << 1 & 0xAA) | 0x55
-    # Offsets take the mean away: weights that all lean to one side make one large product, and attention that jumps
-    # from key to key with the last bit of its scores.
+    # Offsets make the mean 0: weights with one sign would give large products, and attention that jumps from key to
+    # key with the last bit of its scores.
     factors = np.ones(len(row.halves), np.float32)
     if len(factors) == 2:
         means = [_scaled(row, blocks, one).mean() for one in np.eye(2, dtype=np.float32)]
@@ -135,7 +138,7 @@ def draw(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> tupl
 
 
 def _scaled(row: BlockType, blocks: U8, factors: F32) -> F32:
-    """Put these factors of scales, and of offsets, into all blocks [N, blocks of a row, bytes]: return the weights."""
+    """Write the factors of scales and of offsets into all blocks [N, blocks of a row, bytes]; return the weights."""
     for place, factor in zip(row.halves, factors, strict=True):
         blocks[:, :, place : place + 2] = np.float16([factor]).view(np.uint8)
     return row.values(blocks.reshape(len(blocks), -1))
@@ -187,7 +190,7 @@ def _keys(architecture: str, settings: dict[str, Any]) -> list[tuple[str | bytes
 
 
 def _tokenizer_keys(vocab_size: int) -> list[tuple[str | bytes, bytes]]:
-    """The tokenizer of `tiny_checkpoint` as byte-level BPE without merges, padded with unused tokens."""
+    """Return keys of `tiny_checkpoint`'s tokenizer as byte-level BPE without merges, padded with unused tokens."""
     from tokenizers import pre_tokenizers
 
     tokens = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]

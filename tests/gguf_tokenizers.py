@@ -1,4 +1,4 @@
-"""Tokenizers that GGUF files are made of, and texts to compare ids on."""
+"""Tokenizers to write GGUF files from, and texts on which token ids are compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LLAMA3 = (
 
 
 def texts(special: Sequence[str] = (), count: int = 1000, seed: int = 0) -> Iterator[str]:
-    """Pieces of this project's own texts, of other scripts, spaces and signs, with special tokens among them."""
+    """Yield texts made of pieces of this project's files, other scripts, spaces and signs, some with special tokens."""
     source = "".join(path.read_text() for path in (ROOT / "README.md", ROOT / "tests" / "drawing.py"))
     others = "长文本，中文。日本語のテキスト  한국어\tРусский — naïve café ﬁ x² ½ ٣ "
     others += "😀👩\u200d👩\u200d👧 e\u0301 \u00a0\u3000 "
@@ -37,7 +37,7 @@ def texts(special: Sequence[str] = (), count: int = 1000, seed: int = 0) -> Iter
 
 
 def trained(pattern: Sequence[str], *, ignore_merges: bool = False, normalizer: Any = None) -> Library:
-    """A byte-level tokenizer trained on this project's texts, split as a model's tokenizer.json says."""
+    """Return a byte-level tokenizer trained on this project's texts; `pattern` splits texts as in a tokenizer.json."""
     library = Library(models.BPE(ignore_merges=ignore_merges))
     splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in pattern]
     library.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=not splits)])

@@ -203,7 +203,7 @@ def _changed(content: Any, draw: random.Random) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield each container with a key in it; of a long one only some."""
+    """Yield pairs of a container and a key in it, for all nested containers; long containers give only some keys."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     for key in keys[:: max(1, len(keys) // 20)]:
         yield value, key
@@ -220,13 +220,13 @@ def _damaged_bytes(file: str, seed: int, folder: Path) -> None:
 
 
 def _short(value: Any) -> str:
-    """Write a value out, long strings in part: the whole of some would take the memory that the loader is allowed."""
+    """Return a value as text, with long strings cut: some would take all the memory that the loader may use."""
     return _SHORT.repr(value)
 
 
 class _Short(Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Integers have no end either."""
+        """Return an integer in full, as Repr would shorten it."""
         return repr(x)
 
 

@@ -19,7 +19,7 @@ BRANCHES = ("main", "master", COMMIT)
 
 @dataclass
 class HubServer:
-    """Repositories by name, each a mapping of file names and contents, and what was asked for."""
+    """A hub's repositories by name, each a mapping of file names to contents, and a record of the requests."""
 
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     requests: list[tuple[str, str, str]] = field(default_factory=list)
@@ -28,13 +28,13 @@ class HubServer:
     """The token that every request must bring."""
     gated: bool = False
     status: int = 0
-    """An error that every request gets, 0: none."""
+    """The HTTP status of an error that every request gets; 0 means none."""
     cuts: dict[str, int] = field(default_factory=dict)
-    """File name -> bytes after which the connection ends, once."""
+    """By file name, the number of bytes after which the connection ends, once."""
     damaged: set[str] = field(default_factory=set)
     """Files that arrive with another first byte."""
     wait: threading.Event | None = None
-    """What a file that is cut waits for before its connection ends."""
+    """An event that a cut file's connection waits for before it ends."""
     store: str = ""
     """The address of another server that keeps the files of weights, as large hubs do."""
     authorizations: list[str] = field(default_factory=list)

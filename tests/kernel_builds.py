@@ -347,7 +347,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 64, "GROUP": 1} | _TREE | {"CLUSTER": 4, "WINDOW": 1000},
         {"HEAD_DIM": 96, "GROUP": 20} | _TREE | {"CLUSTER": 2, "WINDOW": 512},
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"FP8": 1},
-        # Not three tiles with codes: 20 registers are spilled.
+        # Three tiles with codes are left out: 20 registers would be spilled.
         {"HEAD_DIM": 128, "GROUP": 16} | _TREE | {"FP8": 1, "CLUSTER": 2},
         {"HEAD_DIM": 128, "GROUP": 4} | _TREE | {"FP8": 1},
         {"HEAD_DIM": 64, "GROUP": 8} | _TREE | {"FP8": 1},
@@ -382,7 +382,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 96, "GROUP": 16, "WINDOW": 0},
         {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 0},
         {"HEAD_DIM": 64, "GROUP": 1, "WINDOW": 0},
-        # Not 128 with a window: one register is spilled on sm_86 to sm_90.
+        # 128 with a window is left out: one register would be spilled on sm_86 to sm_90.
         {"HEAD_DIM": 96, "GROUP": 1, "WINDOW": 1024},
         {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 512},
     ),

@@ -33,7 +33,7 @@ class Compiled:
 
 
 class Compiles:
-    """Compiles modules into a folder, from which every process of the run takes what another has compiled."""
+    """Compiles modules into a folder that all processes of the test run share, so that each is compiled only once."""
 
     def __init__(self, folder: Path):
         folder.mkdir(exist_ok=True)
@@ -43,7 +43,7 @@ class Compiles:
     def module(
         self, file: str, arch: str, dtype: DType, constants: Constants, *, with_cuda12: bool = False
     ) -> Compiled:
-        """The module as the product compiles it, or as NVRTC of CUDA 12 does."""
+        """Return the module compiled as cpmrt compiles it, or by NVRTC of CUDA 12."""
         source, options = read_source(file), (*modules.options(arch, dtype, constants), VERBOSE)
         key = hashlib.sha256("\0".join((source.digest, *options, str(with_cuda12))).encode()).hexdigest()
         cubin, log = self._folder / f"{key}.cubin", self._folder / f"{key}.log"
@@ -61,14 +61,14 @@ class Compiles:
             self._process.shutdown()
 
     def _compile_with_cuda12(self, source: KernelSource, options: Sequence[str]) -> tuple[bytes, str]:
-        # In a process of its own: the bindings would take this NVRTC for theirs.
+        # CUDA 12's NVRTC needs a process of its own: in this one the bindings would use it instead of theirs.
         self._process = self._process or ProcessPoolExecutor(1, get_context("spawn"))
         return self._process.submit(compile_with_cuda12, source, options).result()
 
 
 @functools.cache
 def cuda12() -> tuple[str, str] | None:
-    """NVRTC of CUDA 12 and its headers, where their wheels lie beside those of the CUDA in use; else None."""
+    """Return the paths of CUDA 12's NVRTC and headers, or None if their wheels are not installed."""
     nvidia = importlib.util.find_spec("nvidia")
     for folder in map(Path, (nvidia and nvidia.submodule_search_locations) or ()):
         library, headers = folder / "cuda_nvrtc" / "lib" / "libnvrtc.so.12", folder / "cuda_runtime" / "include"
@@ -78,7 +78,10 @@ def cuda12() -> tuple[str, str] | None:
 
 
 def compile_with_cuda12(source: KernelSource, options: Sequence[str]) -> tuple[bytes, str]:
-    """Cubin and log, as `nvrtc.compile_cubin`; the bindings of CUDA 13 do not load CUDA 12's compiler."""
+    """Return the cubin and the log, as `nvrtc.compile_cubin` does, from CUDA 12's compiler called through ctypes.
+
+    The bindings of CUDA 13 do not load CUDA 12's compiler.
+    """
     path, include = cuda12() or ("", "")
     library, program, size = ctypes.CDLL(path), ctypes.c_void_p(), ctypes.c_size_t()
     names, texts = [name.encode() for name in source.headers], list(source.headers.values())

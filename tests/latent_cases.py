@@ -17,7 +17,7 @@ PAGE, EPS = 64, 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads, elements of the latents, of a query before its rotated part, of that part, of a value."""
+    """Heads, ranks of the query and KV latents, elements of a query head before its rotated part, in it, of a value."""
 
     heads: int = 3
     q_rank: int = 56
@@ -35,7 +35,10 @@ MINICPM3 = Sizes(40, 768, 256, 64, 32, 64)
 
 
 class LatentCase:
-    """Weights, table, pages of slots of these lengths (NaN where no token is), of values that `dtype` can hold."""
+    """Weights, rotary table and pages of slots of these lengths, with values that `dtype` can hold.
+
+    Pages are NaN where there is no token.
+    """
 
     def __init__(self, sizes: Sizes, lengths: list[int], dtype: DType = DType.FLOAT32, seed: int = 0):
         self.sizes, self.data = sizes, Data(dtype, seed)
@@ -51,11 +54,11 @@ class LatentCase:
                 self.pages[self.tables[slot, position // PAGE], 0, position % PAGE] = data(cached)
 
     def queries(self, count: int) -> Any:
-        """Queries [count, heads * (nope + rotated)]."""
+        """Return random queries [count, heads * (nope + rotated)]."""
         return self.data(count, self.sizes.heads * (self.sizes.nope + self.sizes.rotated))
 
     def attention(self, q: Any, rows: Rows, seen: list[list[int]] | None = None) -> Any:
-        """The attention ops; `seen`: of each row the locations that it sees (None: all up to its position)."""
+        """Return what the attention ops must give; `seen` has each row's locations, None: all to its position."""
         sizes, out = self.sizes, []
         heads = q.astype(np.float64).reshape(len(q), sizes.heads, -1)
         up = self.weights.up.astype(np.float64)
@@ -72,7 +75,7 @@ class LatentCase:
         return np.array(out).reshape(len(q), -1)
 
     def appended(self, latents: Any, positions: Any) -> tuple[Any, Any]:
-        """What `append_latent` makes of rows: queries' latents, and what the pages take of each."""
+        """Return what `append_latent` must give for rows: the query latents, and the entries that go into the pages."""
         ends = self.sizes.q_rank, self.sizes.q_rank + self.sizes.kv_rank
         kept = brute_force.rms_norm(latents[:, ends[0] : ends[1]], self.weights.kv_norm, EPS)
         turned = [
@@ -83,7 +86,7 @@ class LatentCase:
 
 
 def tree_of(case: LatentCase, masks: list[int], base: int, slot: int) -> tuple[Rows, list[list[int]]]:
-    """Rows of a tree of these nodes behind `base` tokens, and the locations that each sees, in their order."""
+    """Return the rows of a tree with these masks behind `base` tokens, and each row's visible locations in order."""
     paths = [[*range(base), *(base + bit for bit in range(64) if mask >> bit & 1)] for mask in masks]
     rows = make_rows([len(path) - 1 for path in paths], [slot] * len(masks), case.tables)
     return replace(rows, tree_masks=np.array(masks, np.uint64), tree_base=np.full(len(masks), base)), paths

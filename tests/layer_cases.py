@@ -18,12 +18,12 @@ from cpmrt.tensor_spec import Product
 
 SCALE = np.float32(0.31)
 SMALL_MEMORY = 101376
-"""Bytes of shared memory of a block where a multiprocessor has little."""
+"""Bytes of shared memory per block on a device whose multiprocessors have little."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer: its sizes, and the groups of its weights, with zero points or without."""
+    """The sizes of a layer and the quantisation of its weights: group size, zero points or none, bits."""
 
     hidden: int
     inner: int
@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def weights(self) -> dict[str, tuple[Product, int, int]]:
-        """Product, rows and columns of each weight, in their order."""
+        """The product, rows and columns of each weight by name, in the order of their use."""
         attention = self.heads * self.head_dim
         return {
             "o": ("residual", self.hidden, attention),
@@ -69,7 +69,7 @@ SHAPES = {
 
 
 def random_weight(rng: np.random.Generator, layout: PackedLayout, dtype: DType) -> Any:
-    """A packed weight whose codes are random bytes, with scales that keep its products near one."""
+    """Return a packed weight whose codes are random bytes, with scales that keep its products near one."""
     packed = rng.integers(0, 256, layout.num_bytes, np.uint8)
     of_unit = np.arange(layout.code_bytes, layout.unit_bytes)
     places = unit_offsets(layout).ravel()[:, None] + of_unit
@@ -80,7 +80,7 @@ def random_weight(rng: np.random.Generator, layout: PackedLayout, dtype: DType) 
 
 
 class Noted(Launcher):
-    """Writes down the names of what is launched."""
+    """A launcher that launches nothing but keeps the kernels' names in `names`."""
 
     is_recording = True
 
@@ -94,11 +94,11 @@ class Noted(Launcher):
 
 
 class Something:
-    """Any other kernel."""
+    """The spec of some other kernel."""
 
     name = "other"
 
 
 def on_older(cuda: Any, shared_bytes: int = SMALL_MEMORY) -> Device:
-    """The device on the path of older ones, with so much shared memory at most."""
+    """Return the device as one of compute capability 8.6, with at most `shared_bytes` of shared memory per block."""
     return replace(older(cuda.device), shared_bytes_per_block=min(shared_bytes, cuda.device.shared_bytes_per_block))

@@ -14,18 +14,18 @@ from cpmrt.dtypes import DType, round_to
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 GUARD = 256
 STATE_TOLERANCE = {DType.BFLOAT16: 8e-3, DType.FLOAT16: 1e-3}
-"""Keys are rounded before the state takes them up."""
+"""Tolerance of the state, which takes up rounded keys."""
 
 
 class Expected(NamedTuple):
-    """Outputs of all rows, and the state behind them."""
+    """The outputs of all rows, and the state after them."""
 
     out: Any
     state: Any
 
 
 class LightningCase:
-    """Projections of `count` consecutive tokens from position 0 on, in slot 1 of three; all of it may be changed."""
+    """Projections of `count` consecutive tokens from position 0 on, in slot 1 of three; tests may change its fields."""
 
     context, eps, slot = 512, 1e-5, 1
 
@@ -43,20 +43,20 @@ class LightningCase:
         self.positions, self.slots = np.arange(count, dtype=np.int32), np.full(count, self.slot, np.int32)
 
     def heads(self, cuda: Any) -> tuple[Any, ...]:
-        """q_norm, k_norm, rope and decay on the device."""
+        """Return q_norm, k_norm, rope and decay on the device; all but decay are None in a plain case."""
         decay = cuda.array(self.decay)
         if self.is_plain:
             return None, None, None, decay
         return (*(cuda.array(norm, self.dtype) for norm in (self.q_norm, self.k_norm)), cuda.array(self.rope), decay)
 
     def tree(self, cuda: Any, path_length: int, slot: int | None = None) -> Any:
-        """What a speculative step has left of an accepted chain."""
+        """Return the record, on the device, that a speculative step leaves of a chain of `path_length` nodes."""
         tree = np.zeros(1, DRAFT_TREE)
         tree["slot"], tree["path_length"] = self.slot if slot is None else slot, path_length
         return cuda.array(tree.view(np.uint8))
 
     def expected(self, state: Any = None, count: int | None = None) -> Expected:
-        """Return what the first `count` tokens give behind a state (None: that of the slot), one after another."""
+        """Return what the first `count` tokens must give, one after another, from `state` (None: the slot's) on."""
         state = np.array(self.states[self.slot] if state is None else state, np.float64)
         parts, out = self.qkv[:count].reshape(-1, 3, self.num_heads, self.head_dim).astype(np.float64), []
         for position, (q, k, v) in enumerate(parts):
@@ -72,7 +72,7 @@ class LightningCase:
         return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
     def check_states(self, found: Any, expected: Any, before: Any = None) -> None:
-        """The slot's state is near the expected one, those of other slots are as before."""
+        """Check that the slot's state is near the expected one and that those of other slots are as before."""
         assert self.distance(found[self.slot], expected) < STATE_TOLERANCE[self.dtype]
         others = [slot for slot in range(len(found)) if slot != self.slot]
         np.testing.assert_array_equal(found[others], (self.states if before is None else before)[others])

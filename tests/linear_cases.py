@@ -25,9 +25,9 @@ UNSTORED = (3, 7)  # rows with slot -1
 
 
 class Case(Protocol):
-    """A product with its operands for 64 rows, by name: float32 that holds values of `dtype`.
+    """A product with its operands for 64 rows in `arrays`, by name: float32 that holds values of `dtype`.
 
-    `fatrelu` among them is the threshold of a gate_up product's activation; without one it is SiLU.
+    The operand `fatrelu` is the threshold of a gate_up product's activation; without it the activation is SiLU.
     """
 
     product: str
@@ -42,7 +42,7 @@ class Case(Protocol):
 
 
 def normals(rng: np.random.Generator, dtype: DType) -> Callable[..., Any]:
-    """Normal values of `dtype`, by shape and spread."""
+    """Return a function that draws normally distributed values of `dtype`, by shape and spread."""
 
     def normal(*shape: int, spread: float = 1.0) -> Any:
         return round_to(rng.standard_normal(shape, np.float32) * np.float32(spread), dtype)
@@ -59,9 +59,9 @@ def step_operands(
     has_bias: bool,
     is_draft: bool = False,
 ) -> dict[str, Any]:
-    """All but x and the weight, for a weight of `size` (rows, columns).
+    """Return all operands but x and the weight, for a weight of `size` (rows, columns).
 
-    Rows of a draft are not normalised, and their keys and values do not lie at their positions.
+    A draft's rows are not normalised, and their keys and values are stored at `locations`, not at their positions.
     """
     (out_features, in_features), normal = size, normals(rng, dtype)
     arrays = {
@@ -84,7 +84,7 @@ def step_operands(
 
 
 def oracle(case: Case) -> Any:
-    """[64, outputs] float32; a qkv row is q, then the stored k and v."""
+    """Return what the product must give, float32 [64, outputs]; a qkv row is q, then the stored k and v."""
     ops, a = NumpyOps(case.dtype), case.arrays
     if case.product == "residual":
         out = a["residual"].copy()
@@ -111,7 +111,7 @@ def oracle(case: Case) -> Any:
 
 
 class OnDevice:
-    """The operands of a case on the device, as `arrays`; outputs for 65 rows that hold NaN; and what is in them."""
+    """The operands of a case on the device in `arrays`, with outputs for 65 rows that hold NaN before a launch."""
 
     def __init__(self, cuda: Any, case: Case, *, portable: bool = False):
         self.cuda, self.case, self.on = cuda, case, older(cuda.device) if portable else cuda.device
@@ -132,7 +132,10 @@ class OnDevice:
         return self.cuda.array(nan, None if dtype is DType.FLOAT32 else self.case.dtype)
 
     def outputs(self, num_rows: int) -> tuple[Any, ...]:
-        """What the product of so many rows writes: q and pages of K and V, or one matrix."""
+        """Return poisoned outputs for the product of so many rows: q and the pages of K and V, or one matrix.
+
+        The output of a residual product holds the residual in these rows.
+        """
         case = self.case
         if case.product == "qkv":
             pages = case.arrays["block_tables"].size, case.num_kv_heads * PAGE_SIZE * case.head_dim
@@ -144,7 +147,7 @@ class OnDevice:
         return (out,)
 
     def wait(self) -> None:
-        """Until what CuPy does on a stream of its own is done."""
+        """Wait until the whole device is idle: CuPy works on a stream of its own."""
         self.cuda.cupy.cuda.Device().synchronize()
 
     def product(self, num_rows: int, outputs: tuple[Any, ...]) -> StepProduct:
@@ -163,7 +166,10 @@ class OnDevice:
         return StepProduct(case.product, outputs, d["x"], norm, EPS, rest[case.product], case.head_dim, threshold)
 
     def words(self, num_rows: int, outputs: tuple[Any, ...]) -> Any:
-        """The words of the rows; those behind them must be untouched. A qkv row is q, then the stored k and v."""
+        """Return the words of the rows, and check that everything else is untouched.
+
+        A qkv row is q, then the stored k and v.
+        """
         first, *pages = outputs
         words = self.cuda.numpy(first)
         nan = bits(from_float32(np.full(1, np.nan, np.float32), self.stored))
@@ -182,26 +188,26 @@ class OnDevice:
 
 
 def stored_rows(num_rows: int) -> list[int]:
-    """The rows whose keys and values are stored."""
+    """Return the rows whose keys and values are stored: all but those of UNSTORED."""
     return [row for row in range(num_rows) if row not in UNSTORED]
 
 
 def rows_of(arrays: dict[str, Any], kept: list[int]) -> Rows:
-    """Some rows of a case."""
+    """Return the rows `kept` of a case with these `arrays`."""
     locations = None if arrays["locations"] is None else arrays["locations"][kept]
     tokens, tables = np.zeros(len(kept), np.int32), arrays["block_tables"]
     return Rows(tokens, arrays["positions"][kept], arrays["slots"][kept], tables, False, locations)
 
 
 def stored(pages: Any, rows: Rows) -> Any:
-    """What the rows' locations hold, [T, K * D]."""
+    """Return what `pages` hold at the rows' locations, [T, K * D]."""
     places = rows.positions if rows.locations is None else rows.locations
     found = pages[rows.block_tables[rows.slots, places // PAGE_SIZE], :, places % PAGE_SIZE]
     return found.reshape(len(found), -1)
 
 
 def bits(words: Any) -> Any:
-    """The same words as unsigned integers: a NaN is equal to itself, and -0 is not 0."""
+    """Return `words` as unsigned integers, in which a NaN is equal to itself and -0 differs from 0."""
     return words.view(f"u{words.itemsize}")
 
 
@@ -213,13 +219,13 @@ def layout_of(
     product: Product, size: tuple[int, int], group_size: int, device: Device, *,
     zeros: int = 0, head_dim: int = 0, bits: int = 4,
 ) -> PackedLayout:  # fmt: skip
-    """The packed layout of a weight of `size` (rows, columns); minimums are those of blocks of GGUF."""
+    """Return the packed layout of a weight of `size` (rows, columns); `zeros` MINIMUMS means blocks of GGUF."""
     quant = Quantization(bits, group_size, symmetric=not zeros, in_blocks=zeros == MINIMUMS)
     return packed_layout(TensorSpec("w", size, (), quant, product, head_dim), device)
 
 
 def older(device: Device) -> Device:
-    """The device on the path of older ones, with all of its memory."""
+    """Return the device as one of compute capability 8.6 without clusters, with its own amount of memory."""
     return replace(device, capability=86, whole_clusters=0)
 
 

@@ -41,13 +41,13 @@ def outcome_of(folder: Path) -> str:
 
 
 def printed_bytes() -> int:
-    """Return how much standard error holds by now."""
+    """Return how many bytes standard error holds by now."""
     sys.stderr.flush()
     return os.fstat(2).st_size
 
 
 def limit_memory() -> None:
-    """Take away the right to more than ROOM bytes beyond what is mapped now."""
+    """Limit this process to ROOM bytes more of address space than are mapped now."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + ROOM, mapped + ROOM))
 

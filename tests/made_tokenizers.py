@@ -17,7 +17,7 @@ DATA = Path(__file__).parents[1] / ".." / "shared" / "data"
 
 
 def lowered() -> Library:
-    """Special tokens are looked for in the text after it was normalised: <|IM_END|> and ＜|im_end|> are found too."""
+    """Return a tokenizer that looks for special tokens in normalised text: it finds <|IM_END|> and ＜|im_end|> too."""
     library = byte_level()
     library.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     library.add_special_tokens([AddedToken(text, normalized=True) for text in ("<|im_end|>", "<|im_start|>")])
@@ -34,7 +34,7 @@ def byte_level() -> Library:
 
 
 def tags() -> Library:
-    """The markers of thoughts are added tokens that are not special."""
+    """Return a tokenizer in which the markers of thoughts are added tokens that are not special."""
     library = byte_level()
     library.add_special_tokens(["<|im_end|>", "<|im_start|>"])
     library.add_tokens(["<think>", "</think>", "\n\n"])
@@ -42,7 +42,7 @@ def tags() -> Library:
 
 
 def unigram() -> Library:
-    """Its vocabulary would make the token <|im_end|> out of plain text."""
+    """Return a tokenizer whose vocabulary would make the token <|im_end|> out of plain text."""
     singles = [(chr(code), -9.0) for code in range(32, 127)]
     vocab = [("<unk>", 0.0), ("<|im_end|>", -0.5), ("<|im_start|>", -0.5), ("\n", -5.0), ("im", -1.0), *singles]
     library = Library(models.Unigram(vocab, 0, False))
@@ -52,7 +52,10 @@ def unigram() -> Library:
 
 
 def merging() -> Library:
-    """Its merges would make the token <|im_end|> out of plain text, as would its rule that a whole word is a token."""
+    """Return a tokenizer whose merges would make the token <|im_end|> out of plain text.
+
+    So would its rule that a text in the vocabulary is one token (`ignore_merges`).
+    """
     pieces = ["<|", "im", "_", "end", "|>"]
     merges = [("<", "|"), ("i", "m"), ("e", "n"), ("en", "d"), ("|", ">"), ("<|", "im"), ("<|im", "_"), ("end", "|>"),
               ("<|im_", "end|>")]  # fmt: skip
@@ -75,7 +78,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 @cache
 def tokenizer_folder(name: str) -> Path:
-    """The folder of "bundled", of "minicpm3" (skips where it is absent), or of one of MADE."""
+    """Return the folder of a tokenizer: "bundled", "minicpm3" (skip the test if it is absent) or one of MADE."""
     if name == "bundled":
         return BUNDLED
     folder = Path(tempfile.mkdtemp())

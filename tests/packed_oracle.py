@@ -8,11 +8,11 @@ from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, TILE_ROWS, Packed
 from cpmrt.dtypes import Array
 
 _SHIFTS = np.array([0, 16, 8, 24], np.uint32)
-"""Where the codes of four columns stand in a word."""
+"""The bit positions of four columns' codes in a word."""
 
 
 def tile_rows(layout: PackedLayout) -> Array:
-    """Row of the weight for each tile's 16 rows, int32 [tiles, 16]; -1 where there is none."""
+    """Return the weight's row for each of the 16 rows of each tile, int32 [tiles, 16]; -1 where there is none."""
     tiles, row = np.arange(layout.num_tiles)[:, None], np.arange(8)[None, :]
     if layout.product == "qkv":
         half = layout.head_dim // 2
@@ -29,7 +29,7 @@ def tile_rows(layout: PackedLayout) -> Array:
 
 
 def unit_offsets(layout: PackedLayout) -> Array:
-    """Byte offset of each unit, int64 [tiles, slices]."""
+    """Return the byte offset of each unit, int64 [tiles, slices]."""
     tile, index = np.arange(layout.num_tiles)[:, None], np.arange(layout.num_slices)[None, :]
     within = index // layout.run_slices * layout.run_bytes + index % layout.run_slices * layout.unit_bytes
     offsets: Array = tile * layout.tile_bytes + within
@@ -37,8 +37,11 @@ def unit_offsets(layout: PackedLayout) -> Array:
 
 
 def pack(layout: PackedLayout, codes: Array, scales: Array, zeros: Array | None) -> Array:
-    """uint8 [num_bytes] from codes [N, K] of 0..15 (2 bits: 0..3, 8 bits: 0..255) and the storage words (uint16, or
-    float16) of scales and zero points [N, K / scale_group]. Padding is zero."""
+    """Return the packed weight, uint8 [num_bytes], in which padding is zero.
+
+    `codes` [N, K] are 0..15 (2 bits: 0..3, 8 bits: 0..255); `scales` and `zeros` [N, K / scale_group] are storage words
+    (uint16, or float16).
+    """
     packed = np.zeros(layout.num_bytes, np.uint8)
     rows = tile_rows(layout)
     views = np.empty((layout.num_tiles, layout.num_slices, layout.unit_bytes), np.uint8)
@@ -51,7 +54,7 @@ def pack(layout: PackedLayout, codes: Array, scales: Array, zeros: Array | None)
 
 
 def unpack_codes(layout: PackedLayout, packed: Array) -> Array:
-    """Codes uint8 [N, K]: the inverse of `pack`."""
+    """Return the codes, uint8 [N, K], of a packed weight: the inverse of `pack`."""
     words = np.ascontiguousarray(packed[_unit_index(layout)][:, :, : layout.code_bytes]).view(np.uint32)
     tiles, slices = words.shape[:2]
     if layout.bits == 2:
@@ -69,15 +72,15 @@ def unpack_codes(layout: PackedLayout, packed: Array) -> Array:
 
 
 def _words(units: Array, bits: int) -> Array:
-    """The words of codes uint32 [tiles, 16, slices, 128], in the order of memory."""
+    """Return the words, in the order of memory, for `units`: codes uint32 [tiles, 16, slices, 128]."""
     # k = 64 a + 32 b + 8 t + 4 step + e
     split = units.reshape(len(units), 2, 8, -1, 2, 2, 4, 2, 4)
-    # [tile, half, g, slice, a, b, t, step]
+    # axes: [tile, half, g, slice, a, b, t, step]
     halves = np.bitwise_or.reduce(split << _SHIFTS, axis=-1)
     if bits == 2:
         steps = halves[..., 0] | halves[..., 1] << np.uint32(4)
         rows = steps[:, 0] | steps[:, 1] << np.uint32(2)
-        # [tile, g, slice, a, b, t]
+        # axes: [tile, g, slice, a, b, t]
         return np.ascontiguousarray(rows.transpose(0, 2, 1, 5, 3, 4))
     if bits == 8:
         return np.ascontiguousarray(halves.transpose(0, 3, 4, 5, 2, 6, 7, 1))

@@ -1,4 +1,4 @@
-"""What tests do with the chat page in a browser: ask, wait, look at what was sent."""
+"""Helpers to drive the chat page in a browser: ask, wait for the answer, read what was sent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 
 def ask(page, text):
-    """Ask, wait for the end of the answer, and return the answer."""
+    """Send a question, wait for the end of the answer, and return the answer."""
     page.fill("#question", text)
     page.keyboard.press("Enter")
     return answered(page)
@@ -22,7 +22,7 @@ def answered(page):
 
 
 def requests_of(page):
-    """Return a list that fills with the bodies of the chats that the page asks for."""
+    """Return a list that fills with the bodies of the page's requests for chat completions."""
     sent = []
 
     def note(request):
@@ -34,7 +34,7 @@ def requests_of(page):
 
 
 def said(body):
-    """Return the roles and texts of a request."""
+    """Return the role and text of each message of a request's body."""
     return [(message["role"], message["content"]) for message in body["messages"]]
 
 

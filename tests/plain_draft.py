@@ -1,4 +1,4 @@
-"""An EAGLE draft in float64 loops, one row at a time: the oracle for what trains and measures drafts."""
+"""An EAGLE draft in float64 loops, one row at a time: the oracle for the tools that train and measure drafts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import numpy as np
 
 
 class PlainDraft:
-    """One row at a time, with float64 loops over exactly the formulas of the papers."""
+    """An EAGLE draft that computes one row at a time, in float64 loops, by exactly the formulas of the papers."""
 
     def __init__(self, config, tensors, embeddings, head, rope, features, ids):
-        """`embeddings` and `head` are scaled as the target's are; `rope` holds cos and sin; `features` [B, L, n];
-        `ids` are the target's ids of the head's rows, or None."""
+        """Convert a draft's `tensors` and what it takes from its target to float64.
+
+        `embeddings` and `head` are scaled as the target's are; `rope` holds cos and sin; `features` are [B, L, n];
+        `ids` are the target's token ids of the head's rows, or None if they are the same.
+        """
         self.config, self.method, self.ids = config, config.method, ids
         self.weights = {name: array.astype(np.float64) for name, array in tensors.items()}
         self.prefix = {"eagle2": "model.eagle_layers.0.", "eagle3": "midlayer."}[self.method]
@@ -26,7 +29,7 @@ class PlainDraft:
         return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
     def row(self, token, features, position, seen, is_first):
-        """Output g, and (key, value), of one row that sees the rows `seen` and itself."""
+        """Return the output g and the (key, value) of one row that sees the rows `seen` and itself."""
         w, layer, config = self.weights, self.prefix, self.config
         group = config.num_attention_heads // config.num_key_value_heads
         e = self.embeddings[token].astype(np.float64)
@@ -57,7 +60,7 @@ class PlainDraft:
         return h + config.residual_scale * (w[layer + "mlp.down_proj.weight"] @ inner), own
 
     def scores(self, g):
-        """Log-probabilities over the draft's vocabulary."""
+        """Return the log-probabilities of output `g` over the draft's vocabulary."""
         if self.method == "eagle2":
             logits = self.head @ g
         else:
@@ -65,7 +68,7 @@ class PlainDraft:
         return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
     def real_rows(self, tokens, row, root):
-        """Outputs and keys of the rows up to `root`."""
+        """Return the outputs and the (key, value) pairs of the text's rows up to `root`."""
         outputs, seen = [], []
         for q in range(root + 1):
             g, own = self.row(int(tokens[row, q + 1]), self.features[row, q], q, seen, True)
@@ -74,7 +77,7 @@ class PlainDraft:
         return outputs, seen
 
     def tree(self, tokens, row, root, shape):
-        """The nodes of the tree as paths of tokens: the best of all candidates of all passes."""
+        """Return the tree's nodes as paths of tokens: the best of all candidates of all passes."""
         outputs, seen = self.real_rows(tokens, row, root)
         frontier, found = [((), 0.0, outputs[-1], [])], []
         for index in range(shape.num_passes):

@@ -1,4 +1,4 @@
-"""A screened head on a device with rows for it, and what the whole head gives."""
+"""A screened output head on a device with rows for it, and the logits of the whole head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEQUENCE = 2**32 + 21  # past 32 bits: a word holds its low half
 
 
 class Head:
-    """A head on the device with its screen, and rows of which each has a slot."""
+    """An output head on the device with its screen; `rescored` runs it on rows that each have a slot."""
 
     def __init__(self, cuda: Any, weight: Any, dtype: DType):
         self.cuda, self.dtype, self.weight = cuda, dtype, round_to(weight, dtype)
@@ -57,7 +57,7 @@ class Head:
         return round_to(x, self.dtype)
 
     def product(self, logits: Any, x: Any, norm: Any) -> StepProduct:
-        """The head of rows x on the device; `norm` None: they are normalised."""
+        """Return the head's product of rows x on the device; with `norm` None the rows are normalised already."""
         sizes = np.int32(len(x)), np.int32(self.vocab), np.float32(EPS), np.float32(DIVISOR)
         return StepProduct("head", (logits,), x, norm, EPS, sizes)
 
@@ -66,13 +66,13 @@ class Head:
         self.packed.step(self.product(logits, x, norm), weight, NOTHING)
 
     def whole(self, x: Any) -> Any:
-        """The logits that `linear_head` gives."""
+        """Return the logits that the kernel `linear_head` gives for rows x."""
         rows, logits = self.cuda.array(x, self.dtype), self.cuda.array(np.full((len(x), self.vocab), 7, np.float32))
         launch_linear(self.cuda.launcher(self.dtype), self.product(logits, rows, self.norm), self.head, self.device)
         return self.cuda.numpy(logits)
 
     def rescored(self, x: Any, samplings: list[Sampling | None], *, is_counted: bool = True) -> Any:
-        """The logits of rows whose slots have these samplings; None: nobody has the row."""
+        """Return the screened head's logits of rows whose slots have these samplings; None means a row of no slot."""
         states = np.zeros(len(samplings), SLOT_STATE)
         for slot, sampling in enumerate(samplings):
             states[slot] = slot_state(Admit(0, sampling or GREEDY, 0, 1, ()))
@@ -87,7 +87,7 @@ class Head:
 
     @property
     def num_rescored(self) -> int:
-        """What the last step reported, under its own number."""
+        """The number of tokens that the last step rescored, as it reported under its own number."""
         record = self.cuda.numpy(self._results).view(RESULT_RECORD)[(self._number - 1) % RING_ENTRIES]
         number, count = divmod(int(record["words"][-1]), 2**32)
         assert number == self._number % 2**32 and not self.cuda.numpy(self.arrays["screen_counters"])[1]

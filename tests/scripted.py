@@ -35,7 +35,7 @@ TREE_SHAPES = [
 
 
 def next_token(tokens: list[int], seed: int) -> int:
-    """Depends on the last three tokens, the length and the seed."""
+    """Return the next token, a hash of the last three tokens, the length and the seed."""
     return crc32(repr((tokens[-3:], len(tokens), seed)).encode()) % VOCAB
 
 
@@ -47,7 +47,7 @@ def allowed_tokens(mask: Mask | None) -> list[int]:
 
 
 def masked_token(tokens: list[int], seed: int, allowed: list[int]) -> int:
-    """Return the next token among those that are allowed: the plain one if it is."""
+    """Return the next token if it is allowed, else an allowed one that it determines."""
     token = next_token(tokens, seed)
     return token if token in allowed else allowed[token % len(allowed)]
 
@@ -62,17 +62,17 @@ class Running:
 
 
 class LazyResult:
-    """Carried out only when somebody waits, like a GPU that lags behind its queue.
+    """A step's result that is computed only when somebody waits, like that of a GPU that lags behind its queue.
 
-    `counted`: how long the rows of a decode step, or the deepest nodes of a tree, were taken to be when it was
-    submitted, and whether that was certain.
+    `counted` has, for each row of a decode step or tree of a speculative one, the length that was assumed when the step
+    was submitted, and whether that length was certain.
     """
 
     def __init__(self, executor: ScriptedExecutor, counted: tuple[tuple[int, bool], ...]):
         self.executor, self.counted, self.result, self.is_read = executor, counted, None, False
 
     def is_done(self) -> bool:
-        """Whoever asks makes time pass."""
+        """Return whether the result is there; if not, carry out one step of the queue first, as if time passed."""
         if self.result is None:
             self.executor.run_one()
         return self.result is not None
@@ -85,9 +85,9 @@ class LazyResult:
 
 
 class ScriptedExecutor:
-    """Deterministic tokens; drafts are wrong at random (their own random state), which must not show in the output.
+    """An executor with deterministic tokens and random drafts, many of them wrong, which must not show in the output.
 
-    `accuracy`: how often the first draft behind a token is right on purpose.
+    Drafts have their own random state. `accuracy` is the probability with which a draft is right on purpose.
     """
 
     def __init__(self, limits: ExecutorLimits, draft_seed: int = 0, overshoot: bool = False, accuracy: float = 2 / 3):
@@ -96,7 +96,7 @@ class ScriptedExecutor:
         self.running: dict[int, Running] = {}
         self.queue: deque[tuple[Step, LazyResult]] = deque()
         self.lengths = Lengths(limits.tree_shapes)
-        """What the CUDA executor knows of lengths."""
+        """The lengths of sequences as the CUDA executor counts them when steps are submitted."""
         self.drafted: list[tuple[Speculate, LazyResult]] = []
         self.steps: list[Step] = []
         self.most_in_flight = 0
@@ -158,7 +158,7 @@ class ScriptedExecutor:
         return self.lengths.of(slot), not any(slot in step.slots for step, _ in self.drafted)
 
     def _check_lengths(self, step: Decode | Speculate, counted: tuple[tuple[int, bool], ...]) -> None:
-        """How long its rows are was known when it was submitted; where drafts are not read yet, at most."""
+        """Check that the rows' lengths were known at submission: exactly, or as a limit if drafts were not read yet."""
         if isinstance(step, Decode):
             added = [len(certain) for certain in step.certain] or [0] * len(counted)
         else:
@@ -191,7 +191,7 @@ class ScriptedExecutor:
         return next_token([*running.tokens, *path], running.admit.seed)
 
     def _speculate(self, running: Running, shape: TreeShape, masks: TreeMasks | None) -> SlotResult:
-        """The longest path of a drafted tree whose tokens come, and the token after it."""
+        """Return the tokens of the longest drafted path that is right, and the token after it."""
         assert running.ready
         if not running.finished:
             self._check_room(running, shape)
@@ -207,7 +207,7 @@ class ScriptedExecutor:
     def _left(
         self, children: dict[tuple[int, int], int], shape: TreeShape, masks: TreeMasks | None
     ) -> dict[int, Mask | None]:
-        """The masks of the nodes that are not cut."""
+        """Return the grammar masks of the nodes that masks leave in the tree, by node."""
         if masks is None:
             return dict.fromkeys(range(shape.tree_size))
         tokens, parents = [-1] * shape.tree_size, [-1] * shape.tree_size
@@ -217,13 +217,13 @@ class ScriptedExecutor:
         return {node: Mask(bits, is_filled=True) for node, bits in left.items()}
 
     def _check_room(self, running: Running, shape: TreeShape) -> None:
-        """The pages of the sequence hold all that the step may write within the context."""
+        """Check that the sequence's pages have room for all that the step may write within the context."""
         table, limits = running.admit.block_table, self._limits
         last = min(len(running.tokens) - 1 + shape.num_reserved, limits.max_context - 1)
         assert self.overshoot or not table or last < len(table) * limits.page_size
 
     def _draft(self, running: Running, shape: TreeShape) -> dict[tuple[int, int], int]:
-        """A random tree of that shape: (parent, token) -> node."""
+        """Return a random tree of that shape as a map from (parent, token) to node."""
         root = len(running.tokens) - 1
         paths: list[tuple[int, ...]] = [()]
         children: dict[tuple[int, int], int] = {}
@@ -234,7 +234,7 @@ class ScriptedExecutor:
             is_right = self.random.random() < self.accuracy
             token = self.right(running, path) if is_right else self.random.randrange(VOCAB)
             paths.append((*path, token))
-            # What lies past the context is never accepted.
+            # A node past the context is never accepted.
             if root + max(node, len(path) + 1) < self._limits.max_context:
                 children.setdefault((parent, token), node)
         return children
@@ -258,7 +258,7 @@ class ScriptedExecutor:
 
 
 def plain_continuation(prompt: list[int], seed: int, max_new_tokens: int, stop: set[int]) -> list[int]:
-    """What any engine must produce, written as the shortest loop."""
+    """Return the tokens that any engine must produce, computed by the shortest possible loop."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_new_tokens:
         tokens.append(next_token(tokens, seed))

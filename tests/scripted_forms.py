@@ -1,4 +1,4 @@
-"""Made-up grammars for the scripted executor, and what any engine must give under them."""
+"""Made-up grammars for the scripted executor, and the tokens that any engine must give under them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ END = 49
 
 
 class Automaton:
-    """A made-up grammar: what may follow is a hash of the answer so far, often a single token, and at some length END.
+    """A made-up grammar whose allowed tokens are a hash of the answer so far: often a single one, at some length END.
 
-    `fails_at`: nothing may follow an answer of that length.
+    `fails_at` is the length of answer after which no token is allowed.
     """
 
     def __init__(self, number, fails_at=None):
@@ -36,7 +36,7 @@ class Automaton:
         return self._following(self.tokens)
 
     def prepare(self, others):
-        """What is found together is asked for next, before any of these goes on."""
+        """Note that masks of these matchers are found together; each must be asked for before its matcher goes on."""
         for each in (self, *others):
             assert each.prepared_at is None, "a matcher is prepared twice"
             each.prepared_at = len(each.tokens)
@@ -73,7 +73,7 @@ class Automaton:
 
 
 def masked_continuation(prompt, number, seed, new, stop=()):
-    """What any engine must produce, as the shortest loop: (tokens, reason)."""
+    """Return the (tokens, reason) that any engine must produce, computed by the shortest possible loop."""
     automaton, tokens = Automaton(number), list(prompt)
     for _ in range(new):
         token = masked_token(tokens, seed, automaton.following())

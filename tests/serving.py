@@ -31,11 +31,11 @@ TOOL_CALLS = {
     "minicpm5": 'Sure.\n<function name="weather"><param name="city">Köln</param><param name="days">2</param>'
     "</function>",
 }
-"""The same call in the formats of three families of models."""
+"""Answers with the same tool call in the formats of three families of models."""
 
 
 class Server:
-    """What tests need of a running server."""
+    """A running server with a client for it, and what tests ask of both."""
 
     def __init__(self, running: Running, url: str):
         self.running, self.url = running, url
@@ -53,7 +53,7 @@ class Server:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
     def wait_idle(self, timeout_s: float = 30) -> None:
-        """Until no job is open and every slot is free."""
+        """Wait until no job is open and every slot is free."""
         deadline = time.monotonic() + timeout_s
         engine = self.engine
         while engine.open_jobs or engine.llm.engine.running:
@@ -92,14 +92,14 @@ def serving(load: Callable[[], LLM], **settings) -> Iterator[Server]:
 
 
 _OTHERS = tuple((index, 1.0 - index) for index in range(3, 22))
-"""The tokens that come next after the one said, with their log-probabilities."""
+"""Further tokens, after the one that is said, with falling log-probabilities."""
 
 
 class Saying:
-    """An executor that answers a prompt with the tokens that `reply(prompt ids)` gives, then with `end_id`,
-    and begins anew if that is to be ignored.
+    """An executor that answers a prompt with the tokens that `reply(prompt ids)` gives, then with `end_id`.
 
-    `fail(step)` may raise; `delay_s` is how long a step takes.
+    It begins the reply anew if the request ignores `end_id`. `fail(step)` may raise; `delay_s` is the duration of a
+    step.
     """
 
     def __init__(self, limits, reply, end_id=2, *, delay_s=0.0, fail=lambda step: None):
@@ -160,7 +160,7 @@ class _Now:
 def saying_llm(
     folder: Path, reply: Callable[[str], str], *, template: str = TOOL_TEMPLATE, limits=None, **settings
 ) -> LLM:
-    """A model of single bytes that answers a prompt's text with `reply(text)`."""
+    """Return a model with a tokenizer of single bytes that answers a prompt's text with `reply(text)`."""
     if not (folder / "config.json").exists():
         write_checkpoint(folder)
         path = folder / "tokenizer_config.json"

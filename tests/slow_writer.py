@@ -1,6 +1,6 @@
-"""A kernel that stands for the one before another: it starts the next at once and writes long after that has begun.
+"""A kernel to launch before one under test: it starts the next kernel at once and writes long after that began.
 
-What the next kernel reads before `pdl_wait`, although the kernel before it writes it, is then stale in every run.
+So a kernel that reads its predecessor's output before `pdl_wait` gets stale values in every run.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ extern "C" __global__ void slow_writer(unsigned int** targets, unsigned int** so
 
 
 class SlowWriter:
-    """Copies `after` over `targets`, arrays of whole 4-byte words, which hold `before` until then."""
+    """The slow kernel: copies `after` over `targets`, arrays of whole 4-byte words, which hold `before` until then."""
 
     def __init__(self, cuda: Any, targets: Sequence[Any], before: Sequence[Any], after: Sequence[Any]):
         self.cuda, self.targets, self.before, self.after = cuda, targets, before, after

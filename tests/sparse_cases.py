@@ -24,12 +24,12 @@ from cpmrt.reference.sparse_attention import append_compressed, block_scores, ch
 
 UNWRITTEN = -7
 SLACK = 1e-4
-"""By which share of itself a block's score may be wrong: what float32 sums in another order leave."""
+"""The relative error that a block's score may have from float32 sums in another order."""
 SMALL = SparseConfig(init_blocks=1, window_size=64, topk=3, dense_len=-1)
 
 
 class Slots:
-    """Tokens of `lengths` in scattered pages, NaN where nothing was stored; float32 that holds values of `dtype`."""
+    """Slots of `lengths` tokens in scattered pages, NaN where nothing is stored; float32 with values of `dtype`."""
 
     def __init__(
         self, dtype: DType, lengths: list[int], *, group: int = 16, kv_heads: int = 2, head_dim: int = 64, seed: int = 0
@@ -53,13 +53,13 @@ class Slots:
         return round_to(np.float32(spread) * self.normal(count, self.kv_heads * self.group * self.head_dim), self.dtype)
 
     def set_tokens(self, slot: int, keys: Any, values: Any) -> None:
-        """[tokens, K, D] from the slot's first position on."""
+        """Store keys and values [tokens, K, D] from the slot's first position on."""
         at = np.arange(len(keys))
         for pages, tokens in ((self.k_pages, keys), (self.v_pages, values)):
             pages[self.tables[slot, at // PAGE_SIZE], :, at % PAGE_SIZE] = tokens
 
     def compress(self, lengths: list[int]) -> None:
-        """The windows of the first `lengths` tokens of the slots, and no others."""
+        """Compute the compressed keys of the slots' first `lengths` tokens; all other entries are NaN."""
         pages = (self.tables.size, self.kv_heads)
         self.k1 = np.full((*pages, 4, self.head_dim), np.nan, np.float32)
         self.k2 = np.full((*pages, self.head_dim), np.nan, np.float32)
@@ -72,7 +72,7 @@ class Slots:
         return KVPages(self.k_pages, self.v_pages, CompressedKeys(self.k1, self.k2))
 
     def quantise(self) -> None:
-        """Keys and values in fp8: `pages` as codes, and everything else what they stand for."""
+        """Round keys and values to fp8: `pages` hold the codes, all other arrays the values of these codes."""
         self.pages = {name: fp8_of(getattr(self, f"{name}_pages"), seed) for seed, name in enumerate("kv")}
         for name, pages in self.pages.items():
             unwritten = np.isnan(getattr(self, f"{name}_pages"))
@@ -81,21 +81,22 @@ class Slots:
         self.compress(self.lengths)
 
     def rows(self, positions: Any, slots: Any, *, is_prefill: bool = False, **tree: Any) -> Rows:
-        """int32 all of it, as an executor has them."""
+        """Return rows at these positions of these slots, as int32 as an executor has them."""
         places = [np.array(values, np.int32) for values in (positions, slots)]
         return Rows(np.zeros(len(places[0]), np.int32), *places, self.tables, is_prefill, **tree)
 
     def select(self, q: Any, rows: Rows, sparse: SparseConfig) -> Any:
-        """The NumPy op's choice."""
+        """Return the blocks that the NumPy op chooses."""
         blocks = np.full((len(q), self.kv_heads, sparse.num_selected), UNWRITTEN, np.int32)
         NumpyOps(self.dtype).select_blocks(blocks, q, self.kv, rows, self.scale, sparse)
         return blocks
 
 
 class SparseDevice:
-    """The ops on a device with what `slots` hold. `sms`: what the grids are made for; `rows_per_pass`: at most;
-    `fewest_tiled`: rows of a chunk from which on they go over chosen blocks together, if their kernel takes the shape.
-    Pages are in fp8 if those of `slots` are.
+    """The ops of sparse attention on a device, with the pages of `slots`, in fp8 if theirs are.
+
+    `sms` is the number of multiprocessors that grids are planned for, `rows_per_pass` the most rows of a selection
+    pass, `fewest_tiled` the fewest rows of a chunk that take the tiled kernel, if it takes the shape.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class SparseDevice:
         return KVPages(self.pages["k_pages"], self.pages["v_pages"], compressed)
 
     def rows(self, rows: Rows) -> Rows:
-        """The same on the device."""
+        """Return `rows` with their arrays on the device."""
         names = ("token_ids", "positions", "slots", "block_tables", "locations", "tree_masks", "tree_base")
         given = {name: getattr(rows, name) for name in names}
         return replace(
@@ -154,7 +155,7 @@ class SparseDevice:
         return self.cuda.numpy(blocks)
 
     def attend(self, q: Any, rows: Rows, blocks: Any | None) -> Any:
-        """Over chosen blocks, or without them over everything; rows that nothing is stored for come back as NaN."""
+        """Return attention over `blocks`, or over everything if None; rows that nothing is stored for are NaN."""
         attention = self.ops.prefill_attention if rows.is_prefill else self.ops.decode_attention
         given = self._given(q, rows, blocks)
         attention(given.out, given.q, given.kv, given.rows, given.scale, selection=given.selection)
@@ -162,14 +163,14 @@ class SparseDevice:
         return self.cuda.numpy(given.out, self.slots.dtype)
 
     def attend_chosen(self, q: Any, rows: Rows, blocks: Any) -> Any:
-        """Only the part of a chunk's attention that is over chosen blocks."""
+        """Return only the part of a chunk's attention that goes over chosen blocks; other rows are NaN."""
         assert self.plan.selected is not None
         given = self._given(q, rows, blocks)
         attend_selected_chunk(self.launcher, self.plan.selected, given, self.scratch["chunk"], given.selection)
         return self.cuda.numpy(given.out, self.slots.dtype)
 
     def _given(self, q: Any, rows: Rows, blocks: Any | None) -> Any:
-        """What attention takes, with poison in place of its result."""
+        """Return the operands of attention, with poison in place of its result."""
         if rows.is_prefill:
             chunk = np.array([rows.slots[0], rows.positions[0], (rows.slots >= 0).sum(), 0], np.int32)
             with self.cuda.stream:
@@ -181,14 +182,17 @@ class SparseDevice:
         return Operands(out, query, self.kv, self.rows(rows), self.slots.scale, selection)
 
     def compress(self, rows: Rows, *, before_rope: bool = False) -> None:
-        """The windows that these rows complete, into `pages`; `before_rope`: the keys of `slots` are those."""
+        """Store the compressed keys of the windows that these rows complete; `before_rope` compresses keys before RoPE.
+
+        The keys of `slots` then stand for those before RoPE, and the page's own keys are poison.
+        """
         keys = self.pages["k_pages"]
         poison = self.cuda.array(np.full(keys.shape, np.nan), self.slots.dtype)
         compressed = CompressedKeys(self.pages["k1"], self.pages["k2"], keys if before_rope else None)
         compress_keys(self.launcher, KVPages(poison if before_rope else keys, None, compressed), self.rows(rows))
 
     def assert_compressed(self, k1: Any, k2: Any) -> None:
-        """Bit by bit, and nothing elsewhere."""
+        """Check that the compressed keys on the device have these bits, entries that nothing wrote included."""
         for name, expected in (("k1", k1), ("k2", k2)):
             np.testing.assert_array_equal(
                 self.cuda.numpy(self.pages[name]), from_float32(expected, self.slots.dtype), err_msg=name
@@ -196,7 +200,7 @@ class SparseDevice:
 
 
 def any_choice(rng: Any, rows: Rows, kv_heads: int, sparse: SparseConfig) -> Any:
-    """Lists of random blocks."""
+    """Return a list of blocks for each row and KV head that may leave some out, chosen by random scores."""
     blocks = np.full((len(rows.positions), kv_heads, sparse.num_selected), UNWRITTEN, np.int32)
     for row, (slot, position) in enumerate(zip(rows.slots, rows.positions, strict=True)):
         if slot >= 0 and sparse.leaves_out(int(position) + 1):
@@ -206,7 +210,7 @@ def any_choice(rng: Any, rows: Rows, kv_heads: int, sparse: SparseConfig) -> Any
 
 
 def check_choices(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseConfig) -> int:
-    """Every list, by the scores of the NumPy op; the number of rows that choose."""
+    """Check every list of blocks by the scores of the NumPy op; return the number of rows that choose."""
     chosen = 0
     for row, (slot, position) in enumerate(zip(rows.slots.tolist(), rows.positions.tolist(), strict=True)):
         if slot < 0 or brute.looks_at_everything(position, sparse):
@@ -221,7 +225,7 @@ def check_choices(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseC
 
 
 def expected_attention(slots: Slots, q: Any, rows: Rows, blocks: Any, sparse: SparseConfig) -> Any:
-    """The NumPy op's rows; zeros for padding."""
+    """Return the rows that the NumPy op gives, zeros for padding."""
     out = np.zeros_like(q)
     ops = NumpyOps(slots.dtype)
     attention = ops.prefill_attention if rows.is_prefill else ops.decode_attention

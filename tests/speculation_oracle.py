@@ -1,4 +1,4 @@
-"""What the kernels of a speculative step must leave behind: rows, state, history, pages and pending rows, in NumPy."""
+"""The oracle in NumPy of the kernels of a speculative step: rows, state, history, pages and pending rows after it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.reference.draft_tree import Frontier, Nodes, accept
 
 Row = tuple[int, int, int, int, int, int]
-"""Token, position, slot, location, mask and base."""
+"""The token, position, slot, location, mask and base of a row."""
 PADDING: Row = (0, 0, -1, 0, 1, 0)
 
 
 @dataclass
 class Running:
-    """A sequence in a slot. `tokens`: all of them, the newest (the root of the next tree) has no keys yet.
+    """A sequence in a slot.
 
-    `pending` [count, width]: hidden states that the draft has not seen.
+    `tokens` are all its tokens; the newest, the root of the next tree, has no keys yet. `pending` [count, width] are
+    the hidden states that the draft has not seen.
     """
 
     slot: int
@@ -37,25 +38,25 @@ class Running:
         return len(self.tokens) - 1
 
     def place(self, token: int, position: int, location: int, mask: int, base: int) -> Row:
-        """A row, or padding where there is no room for it."""
+        """Return the row, or padding if there is no room for it or the sequence is finished."""
         fits = location < self.capacity and position < self.max_context and not self.finished
         return (token, position, self.slot, location, mask, base) if fits else PADDING
 
     def pending_rows(self, num_rows: int, offset: int) -> list[tuple[int, int, int, int]]:
-        """(token, position, slot, location) of the draft's first rows."""
+        """Return (token, position, slot, location) of the rows of the draft's first pass, padding first."""
         count = 0 if self.finished else min(len(self.pending), num_rows)
         first = self.position - count
         own = [(self.tokens[q + 1], q + 1 - offset, self.slot, q + 1 - offset) for q in range(first, self.position)]
         return [(0, 0, -1, 0)] * (num_rows - count) + own
 
     def frontier_rows(self, frontier: Frontier, depth: int, offset: int) -> list[Row]:
-        """Rows of pass `depth`."""
+        """Return the rows of the draft's pass `depth`, one for each token of the frontier."""
         base, k = self.position + 1 - offset, len(frontier.tokens)
         places = enumerate(zip(frontier.tokens.tolist(), frontier.masks.tolist(), strict=True), (depth - 1) * k)
         return [self.place(token, base + depth - 1, base + i, mask, base) for i, (token, mask) in places]
 
     def node_rows(self, nodes: Nodes) -> list[Row]:
-        """Rows of the target's pass."""
+        """Return the rows of the target's pass, one for each node."""
         p = self.position
         columns = (nodes.tokens, nodes.parents, nodes.depths, nodes.masks)
         rows = enumerate(zip(*(column.tolist() for column in columns), strict=True))
@@ -65,7 +66,7 @@ class Running:
         ]
 
     def accept(self, nodes: Nodes, sampled: list[int], hidden: Any) -> list[int]:
-        """Take the accepted path in; returns it."""
+        """Find the accepted path, cut at a stop token and at the limit, and take it in; return it."""
         if self.finished:
             return []
         there = [row != PADDING for row in self.node_rows(nodes)]
@@ -77,7 +78,7 @@ class Running:
         return self.take(path[:length], sampled, hidden)
 
     def take(self, path: list[int], sampled: list[int], hidden: Any) -> list[int]:
-        """Take this path in."""
+        """Append the tokens sampled at the path's nodes and keep its hidden states as pending; return the path."""
         emitted = [sampled[node] for node in path]
         self.tokens += emitted
         self.num_generated += len(path)
@@ -87,7 +88,7 @@ class Running:
 
 
 def move_rows(pages: Any, table: Any, root: int, path: list[int]) -> Any:
-    """Pages [layers, pages, heads, 64, D] after the keys or values of a path have moved to their positions."""
+    """Return pages [layers, pages, heads, 64, D] in which a path's keys or values have moved to their positions."""
     moved = pages.copy()
     for j, node in enumerate(path):
         source, target = root + node, root + j

@@ -28,7 +28,10 @@ def prefill(executor, slot, prompt, sampling, *, seed=3, count=12, stop=(), tabl
 
 
 def generate(executor, prompt, sampling, steps=("decode",), **arguments):
-    """All tokens and logprobs of one sequence in slot 0; `steps`: "decode" or numbers of tree shapes, in turn."""
+    """Generate in slot 0 with the kinds of steps in turn; return (tokens, logprobs) and each step's number of tokens.
+
+    `steps` are "decode" or numbers of tree shapes.
+    """
     results = [prefill(executor, 0, prompt, sampling, **arguments)]
     for kind in cycle(steps):
         step = Decode((0,)) if kind == "decode" else Speculate((0,), kind)
@@ -41,9 +44,10 @@ def generate(executor, prompt, sampling, steps=("decode",), **arguments):
 
 
 def together(executor, cases, steps):
-    """What `generate` gives, of several sequences in the same steps: the slots of every other step in reverse.
+    """Generate several sequences in the same steps; return for each what `generate` returns.
 
-    `cases`: prompt, sampling and number of tokens of each slot, which is its seed too; `steps` as there.
+    `cases` are prompt, sampling and number of tokens of each slot, whose number is its seed. Every other step has its
+    slots in reverse order. `steps` are as in `generate`.
     """
     results = [
         [prefill(executor, slot, prompt, sampling, seed=slot, count=count)]
@@ -71,7 +75,10 @@ def joined(results):
 
 
 def beside_a_neighbour(executor, prompt, other, steps, count):
-    """`count` tokens of a sequence in slot 0, and those of one that decodes plainly in slot 1, admitted before it."""
+    """Return what a sequence of `count` tokens in slot 0 gives, and what its neighbour in slot 1 gives.
+
+    The neighbour is admitted before it and decodes plainly after it.
+    """
     greedy = Sampling()
     neighbour = [prefill(executor, 1, other, greedy, count=21)]
     own = generate(executor, prompt, greedy, steps, count=count)[0]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Terminal:
-    """Runs a command on a terminal of its own size; leaving the `with` block ends it."""
+    """A command that runs on a terminal of a given size; leaving the `with` block kills it."""
 
     def __init__(self, command: Sequence[str], *, columns: int = 60, rows: int = 24, **variables: str):
         self.screen = pyte.HistoryScreen(columns, rows, history=2000)
@@ -28,7 +28,7 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"} | variables
-        for name in ("COLUMNS", "LINES"):  # the size of another terminal, where pytest's worker has one
+        for name in ("COLUMNS", "LINES"):  # pytest's worker may have the size of another terminal there
             env.pop(name, None)
         self.child = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, preexec_fn=_take_terminal
@@ -45,7 +45,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What was shown, what has left the screen at the top included, without empty lines at the end."""
+        """All lines shown, those that have left the screen at the top included, without empty lines at the end."""
         columns = range(self.screen.columns)
         gone = ["".join(line[x].data for x in columns) for line in self.screen.history.top]
         shown = [line.rstrip() for line in (*gone, *self.screen.display)]
@@ -59,18 +59,18 @@ class Terminal:
 
     @property
     def echoes(self) -> bool:
-        """Whether the terminal shows what is typed by itself."""
+        """Whether the terminal itself echoes what is typed."""
         return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
 
     def paste(self, text: str) -> None:
-        """Paste as terminals do, with brackets around it."""
+        """Paste `text` as terminals do, between the escape sequences of bracketed paste."""
         self.type(f"\x1b[200~{text}\x1b[201~")
 
     def wait(self, what: str | Callable[[], bool], seconds: float = 30) -> None:
-        """Read until something is shown; fails if that does not come in time."""
+        """Read until the text `what` is shown or the condition `what` holds; fail if that takes too long."""
         deadline = time.monotonic() + seconds
         is_there = what if callable(what) else lambda: what in self.text
         while not is_there():
@@ -82,7 +82,7 @@ class Terminal:
         self.wait(lambda: bool(self.lines) and self.lines[-1].rstrip() == text)
 
     def read(self, seconds: float) -> None:
-        """Take in what comes within some seconds."""
+        """Wait at most so many seconds for output, and feed what there is to the screen."""
         if select.select([self._ours], [], [], seconds)[0]:
             try:
                 self._stream.feed(os.read(self._ours, 2**16))
@@ -100,7 +100,7 @@ class Terminal:
 
 
 def shown_on_terminal(start: Callable[[int], subprocess.Popen[Any]], *, columns: int = 0) -> tuple[bytes, int]:
-    """Return all that a program writes to a terminal, and its exit code; `start` gets the terminal to write to."""
+    """Return all that a program writes to a terminal, and its exit code; `start` gets the terminal's descriptor."""
     ours, theirs = pty.openpty()
     if columns:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -110,7 +110,7 @@ def shown_on_terminal(start: Callable[[int], subprocess.Popen[Any]], *, columns:
     try:
         while chunk := os.read(ours, 4096):
             shown += chunk
-    except OSError:  # how Linux ends a terminal
+    except OSError:  # Linux raises EIO at the end of a terminal
         pass
     os.close(ours)
     return shown, process.wait(60)

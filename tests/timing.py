@@ -1,4 +1,4 @@
-"""How long something takes, whatever else the machine does meanwhile."""
+"""Measures of the time that code takes which other work on the machine disturbs little."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 REFERENCE_LOOP_S = 0.15
-"""What `slowness` runs takes so long on the core that limits were set on, with CPython 3.11."""
+"""Seconds that the loop of `slowness` takes with CPython 3.11 on the core for which time limits were set."""
 
 
 def least_cpu_seconds(action: Callable[[], object], enough: float, tries: int = 6) -> float:
-    """CPU seconds that this process needs for it: the least of several tries, of which `enough` is the last."""
+    """Return the fewest CPU seconds that this process needs for `action`; stop trying once they are below `enough`."""
     found: list[float] = []
     while len(found) < tries and min(found, default=enough) >= enough:
         begun = time.process_time()
@@ -20,9 +20,9 @@ def least_cpu_seconds(action: Callable[[], object], enough: float, tries: int = 
 
 
 def slowness(clock: Callable[[], float]) -> float:
-    """How many times longer than there this core takes for plain Python just now; at least 1.
+    """Return how many times longer than REFERENCE_LOOP_S this core takes for the same loop now; at least 1.
 
-    By `time.process_time` it tells how slow the core is, by `time.perf_counter` also how much else it does.
+    With `time.process_time` it tells how slow the core is, with `time.perf_counter` also how much else it does.
     """
     begun, table = clock(), {}
     for i in range(2_000_000):

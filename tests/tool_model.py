@@ -1,4 +1,4 @@
-"""The bundled model with a chat template that tells of tools, in the format of a family of models."""
+"""The bundled model with a chat template that describes tools in the format of a family of models."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 @dataclass(frozen=True)
 class Decaying(MixerConfig):
-    """A state of `width` channels, the model's hidden size."""
+    """The config of a decaying mixer, whose state has `width` channels: the model's hidden size."""
 
     width: int
     decay: float = 0.75
@@ -38,14 +38,14 @@ class BoundDecaying:
 
 
 def tensors(layer: LayerConfig, model: ModelConfig, names: Names) -> Iterator[TensorSpec]:
-    """Yield the norm and the projection back."""
+    """Yield the norm and the projection from the state back into the residual stream."""
     hidden = model.hidden_size
     yield names.weight("decaying_norm", "input_layernorm.weight", hidden)
     yield names.weight("decaying_output", "decaying.output.weight", hidden, hidden, product="residual")
 
 
 def caches(mixer: Decaying, kv_dtype: str) -> tuple[CacheSpec, ...]:
-    """Return the state of a slot, of which a rejected draft could not be taken back."""
+    """Return the state of a slot, from which a rejected draft could not be removed."""
     return (CacheSpec("decaying", (mixer.width,), np.float32, scope="slot", on_accept=None, part="states"),)
 
 
@@ -55,7 +55,7 @@ def buffers(mixer: Decaying, max_rows: int) -> Iterator[BufferSpec]:
 
 
 def tables(mixer: Decaying, model: ModelConfig, max_context: int, limit: int) -> Iterator[Table]:
-    """Yield nothing: it knows no positions."""
+    """Yield nothing: the mixer knows no positions."""
     return iter(())
 
 
@@ -65,7 +65,7 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
 
 
 def run(step: Pass, layer: LayerConfig, bound: BoundDecaying) -> None:
-    """x += residual_scale * project(state after each row)."""
+    """Add residual_scale * project(state after each row) to x."""
     assert isinstance(layer.mixer, Decaying)
     rows = step.buffers["decayed"]
     step.ops.rms_norm(rows, step.x, bound.norm, step.eps)

@@ -14,7 +14,7 @@ from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 @dataclass(frozen=True)
 class SingleMatrix(MlpConfig):
-    """`width`: the model's hidden size."""
+    """The config of an mlp of a single matrix; `width` is the model's hidden size."""
 
     width: int
 
@@ -44,7 +44,7 @@ def bind(mlp: SingleMatrix, weights: Weights) -> BoundMatrix:
 
 
 def run(step: Pass, bound: BoundMatrix) -> None:
-    """x += residual_scale * matrix(norm(x))."""
+    """Add residual_scale * matrix(norm(x)) to x."""
     rows = step.buffers["single_rows"]
     step.ops.rms_norm(rows, step.x, bound.norm, step.eps)
     step.ops.project_residual(step.x, rows, bound.matrix, None, step.residual_scale)

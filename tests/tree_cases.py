@@ -14,11 +14,11 @@ from cpmrt.ops import Fp8Pages, Rows
 from cpmrt.reference.fp8_pages import path_of, store, store_nodes
 
 Tree = tuple[int, list[int]]
-"""The base, and the mask of each node."""
+"""A tree: the number of tokens before it, and the mask of each node."""
 
 
 def random_tree(rng: Any, num_nodes: int, keep: float = 1.0) -> list[int]:
-    """Parents come first; with `keep` below 1 later nodes have later parents, so that paths are long."""
+    """Return the masks of a random tree's nodes, parents first; `keep` below 1 gives later parents and longer paths."""
     masks = [1]
     for node in range(1, num_nodes):
         masks.append(masks[int(rng.integers(int(node * (1 - keep)), node))] | 1 << node)
@@ -26,7 +26,10 @@ def random_tree(rng: Any, num_nodes: int, keep: float = 1.0) -> list[int]:
 
 
 def make_trees(dtype: DType, group: int, kv_heads: int, head_dim: int, trees: list[Tree]) -> tuple[Case, Case]:
-    """The rows of all trees, a slot each; and the same rows alone, each over a copy of the keys of its path."""
+    """Return the rows of all trees, each tree in its slot, and the same rows as plain ones with slots of their own.
+
+    A plain row's slot has a copy of the keys and values of its path.
+    """
     nodes = [(slot, base, mask) for slot, (base, masks) in enumerate(trees) for mask in masks]
     lengths = [base + 64 for base, _ in trees] + [base + mask.bit_count() for _, base, mask in nodes]
     case = make_case(dtype, group, kv_heads, head_dim, lengths)
@@ -45,7 +48,10 @@ def make_trees(dtype: DType, group: int, kv_heads: int, head_dim: int, trees: li
 def make_fp8_tree(
     dtype: DType, group: int, kv_heads: int, head_dim: int, tree: Tree, nodes_of_array: int = 64
 ) -> tuple[Case, Case]:
-    """The same with keys and values in fp8, of tokens of very different sizes; what nobody stored is NaN."""
+    """Return what `make_trees` returns for one tree, with keys and values in fp8.
+
+    Tokens have very different magnitudes; entries that nobody stored are NaN.
+    """
     base, masks = tree
     rng = np.random.default_rng(base)
     case = make_case(dtype, group, kv_heads, head_dim, [base + 64, *(base + mask.bit_count() for mask in masks)])
@@ -81,8 +87,10 @@ def assert_same_bits(
     cuda: Any, tree: Case, plain: Case, *, portable: bool = False, window: int = 0, counts: tuple[int, ...] = (),
     sms: int = 132, oracle_every: int = 1,
 ) -> None:  # fmt: skip
-    """Of all rows together, and of the first few. `oracle_every`: how many plain rows go by for each that the NumPy op,
-    which is slow over long contexts, makes too."""
+    """Check that rows of trees have the bits of plain rows: all of them together, and the first `counts` ones.
+
+    Every `oracle_every`-th plain row is compared with the NumPy op too, which is slow over long contexts.
+    """
     launcher = AttentionDevice(cuda, tree, portable=portable, sms=sms)
     expected = launcher.run(plain, window=window)
     some = list(range(0, len(plain.q), oracle_every))

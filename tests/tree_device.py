@@ -1,4 +1,4 @@
-"""`TreeKernels` on a GPU with arrays and rings of its own, and without a model between its launches."""
+"""Runs `TreeKernels` on a GPU with arrays and rings of their own, and with no model between the launches."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ TARGET_ROW = (*_ROW, "tree_masks", "tree_base")
 
 
 class TreeDevice:
-    """Buffers are poisoned, but for what the kernels count on. `max_context` 0: as the pages of a slot. `moved`: the
-    caches whose rows an accepted path moves."""
+    """The kernels of draft trees with all their buffers, which are poisoned unless the kernels rely on their contents.
+
+    `max_context` 0 means as many positions as a slot's pages have. `moved` names the caches whose rows an accepted
+    path moves.
+    """
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class TreeDevice:
         )  # fmt: skip
 
     def set(self, name: str, values: Any) -> None:
-        """The front of a buffer."""
+        """Write `values` to the beginning of the buffer `name`."""
         target = self.arrays[name].reshape(-1)
         values = np.ascontiguousarray(values).astype(target.dtype, copy=False).reshape(-1)
         with self.cuda.stream:
@@ -101,7 +104,7 @@ class TreeDevice:
         self.set("draft_tree", trees.view(np.uint8))
 
     def hold(self, running: Running, **sampling: Any) -> None:
-        """The sequence's state, history and pending rows; `sampling`: more fields of the state."""
+        """Write the sequence's state, history and pending rows to its slot; `sampling` are more fields of the state."""
         slot = running.slot
         states, history = self.get("slot_states").view(ss.SLOT_STATE), self.get("history")
         counts, carry = self.get("carry_counts"), self.get("carry_hidden")
@@ -113,7 +116,7 @@ class TreeDevice:
             state[name] = value
         state["num_stop_ids"] = len(running.stop_token_ids)
         state["stop_ids"][: len(running.stop_token_ids)] = running.stop_token_ids
-        history[slot, : running.position] = running.tokens[:-1]  # the newest token is the state's
+        history[slot, : running.position] = running.tokens[:-1]  # the newest token is in the state only
         counts[slot], capacities[slot] = len(running.pending), running.capacity
         if len(running.pending):
             carry[slot, : len(running.pending)] = running.pending
@@ -123,7 +126,7 @@ class TreeDevice:
         self.set("capacities", capacities)
 
     def command(self, kind: int, *slots: int) -> None:
-        """The next command of the ring; `number` is its own from then on."""
+        """Write the ring's next command; `number` becomes that of this command."""
         commands, counted = self.get("commands"), int(self.get("step_context").view(ss.STEP_CONTEXT)["next_entry"][0])
         at = counted % ss.RING_ENTRIES * self.stride
         write_slots(commands[at : at + self.stride], kind, slots)
@@ -135,16 +138,16 @@ class TreeDevice:
         self.kernels.speculate_begin(num_rows, hidden)
 
     def begin_several(self, sequences: list[Running], num_trees: int, num_rows: int = 0, hidden: Any = None) -> None:
-        """A step of these sequences, which are held already; trees behind theirs have none."""
+        """Begin a step of these sequences, after `hold` of each; further trees, up to `num_trees`, have no sequence."""
         self.command(ss.SPECULATE, *(running.slot for running in sequences))
         self.kernels.speculate_begin(num_rows, hidden, num_trees)
 
     def rows(self, names: tuple[str, ...], count: int) -> list[Row]:
-        """Rows that a kernel set up."""
+        """Return the first `count` rows that a kernel wrote to the buffers `names`."""
         return list(zip(*(self.get(name).reshape(-1)[:count].tolist() for name in names), strict=True))
 
     def words(self, count: int) -> list[int] | None:
-        """Of the newest answer."""
+        """Return the first `count` tokens in the newest command's result, or None if not all are written."""
         return answered_tokens(memoryview(self.record()["words"]), self.number, count)
 
     def record(self) -> Any:

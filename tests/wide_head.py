@@ -25,7 +25,7 @@ def head_numbers() -> tuple[Any, Any]:
 
 
 def word_of(values: Any) -> Any:
-    """Four neighbours along the first axis in an int32, the first in the low bits."""
+    """Pack four neighbours along the first axis into an int32, the first in the low bits."""
     shifted = [values[place::4].astype(np.uint32) << np.uint32(8 * place) for place in range(4)]
     return sum(shifted[1:], shifted[0]).astype(np.uint32).view(np.int32)
 

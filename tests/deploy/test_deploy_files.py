@@ -1,4 +1,5 @@
-"""The shipped files for systemd, Docker and Kubernetes: what can be tried is tried, names and times fit the server."""
+"""The shipped files for systemd, Docker and Kubernetes: they are run as far as possible, and names and times fit the
+server."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ SMALL = ["--executor", "reference", "--max-context", "256", "--max-sequences", "
 
 
 def options(arguments: list[str]) -> argparse.Namespace:
-    """What `cpmrt serve` makes of its arguments."""
+    """Return the options that `cpmrt serve` parses from its arguments."""
     parser = argparse.ArgumentParser()
     serve_command.configure(parser)
     return parser.parse_args(arguments)
@@ -46,7 +47,7 @@ def unit() -> dict[str, str]:
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions with their arguments."""
+    """Return the Dockerfile's instructions with their arguments."""
     text = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = re.sub(r"\\\n", " ", text).splitlines()
     return [tuple(line.split(None, 1)) for line in lines if line.strip()]
@@ -120,7 +121,8 @@ def test_the_image_runs_as_an_ordinary_user_with_a_health_check():
 
 @pytest.mark.all
 def test_the_steps_of_the_image_build_an_installation(tmp_path):
-    """All but the packages that the index would bring: they are those of this environment."""
+    """The image's build steps give an installation that works, with packages of this environment in place of an
+    index."""
     sources, wheels, site = tmp_path / "src", tmp_path / "wheels", tmp_path / "site"
     sources.mkdir()
     for name, value in instructions():

@@ -35,7 +35,7 @@ def say(text: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Two servers that begin what they say with their names, and take the key."""
+    """Two servers that take the key and begin their answers with their names."""
     folder = tmp_path_factory.mktemp("servers")
 
     def said(prompt):
@@ -65,13 +65,13 @@ def test_the_client_plain_streaming_and_with_tools(servers):
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls[0].function.name == "weather"
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         complete(server, messages=say("x"), temperature=-1)
-    with pytest.raises(litellm.BadRequestError, match="wrong API key"):  # which is what it makes of OpenAI's 401 too
+    with pytest.raises(litellm.BadRequestError, match="wrong API key"):  # LiteLLM turns OpenAI's 401 into this too
         litellm.completion(model="openai/cpmrt", api_base=server.url + "/v1", api_key="wrong", messages=say("x"))
 
 
 @pytest.fixture(scope="module")
 def proxy(servers, tmp_path_factory):
-    """The address of the proxy."""
+    """The address of a running LiteLLM proxy in front of the two servers."""
     program = shutil.which("litellm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
         pytest.skip("needs the litellm program (pip install 'litellm[proxy]')")
@@ -107,7 +107,7 @@ def ask(url, text, **fields):
 
 
 def said_at_once(url, count):
-    """What so many requests at a time are answered."""
+    """Return the set of answers to `count` simultaneous requests."""
     with ThreadPoolExecutor(count) as pool:
         answers = list(pool.map(lambda _: ask(url, "hi").json(), range(count)))
     return {answer["choices"][0]["message"]["content"] for answer in answers}

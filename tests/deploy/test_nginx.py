@@ -31,7 +31,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def servers(tmp_path):
-    """Two servers that say their names, then count."""
+    """Two servers that answer with their names and then digits."""
     settings = {"delay_s": 0.01}
     with (
         serving(lambda: saying_llm(tmp_path / "a", lambda _: "A0123456789", **settings), **NAMED) as first,
@@ -77,7 +77,7 @@ def proxy(servers, tmp_path):
 
 
 def who(url, text, headers=None, **extra) -> str:
-    """The server that answers."""
+    """Return the name of the server that answers."""
     body = {"messages": [{"role": "user", "content": text}]} | extra
     answer = httpx.post(url + CHAT, json=body, headers=headers, timeout=30)
     assert answer.status_code == 200, answer.text
@@ -125,7 +125,7 @@ def test_when_a_server_ends_the_other_one_answers(proxy, servers):
 
 
 def test_the_advice_on_host_names_is_right(proxy, servers):
-    """nginx sends the name of the upstream, which --allowed-host has to name."""
+    """The advised --allowed-host is the upstream's name, which nginx sends as the Host; other hosts are refused."""
     name = re.search(r"--allowed-host (\w+)", CONFIGURATION.read_text())[1]
     assert (name,) == NAMED["allowed_hosts"]
     refused = httpx.get(servers[0].url + "/health", headers={"Host": "elsewhere"})

@@ -37,7 +37,7 @@ def ask(number: int, **extra) -> dict:
 
 @pytest.fixture(scope="module")
 def url():
-    """Two replicas behind an ingress, at this address."""
+    """The address of an ingress in front of two replicas."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -67,7 +67,7 @@ def replicas() -> list:
 
 
 def answer_of(response) -> str:
-    """The text of an answer, whole or streamed; "" where the server said that it failed."""
+    """Return the text of an answer, whole or streamed, or "" if the server reported a failure."""
     if response.headers["content-type"].startswith("text/event-stream"):
         events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
         if any("error" in event for event in events):
@@ -129,7 +129,7 @@ def test_other_endpoints_errors_and_streams_go_through(url):
 @pytest.mark.all
 @pytest.mark.alone
 def test_prompts_that_begin_alike_go_to_one_replica(url):
-    """Each of four long beginnings is computed once: later prompts find it in their replica's cache."""
+    """Each of four long beginnings of prompts is computed once; later prompts find it in their replica's cache."""
     found = []
     for turn in range(3):
         for number in range(4):
@@ -140,7 +140,7 @@ def test_prompts_that_begin_alike_go_to_one_replica(url):
 
 
 def router(loads):
-    """A router that has seen nothing, and replicas with these loads."""
+    """Return a router that has seen no requests, and replicas with these loads."""
     made = PrefixRouter.__new__(PrefixRouter)
     made.initialize_state(imbalance=2)
     made._replica_queue_len_cache = SimpleNamespace(get=loads.get)

@@ -1,4 +1,4 @@
-"""Answers that go through another process are those of the server itself."""
+"""Answers relayed through another process, which must be those of the server itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def routed(path="/v1/chat/completions", body=None, method="POST"):
 
 
 def serve(folder, use, reply="0123456789", **settings):
-    """What `use(app, service)` returns."""
+    """Start a service, return what `use(app, service)` returns, and stop it."""
 
     async def run():
         service = Service(ServerSettings("demo"), lambda: saying_llm(folder, lambda prompt: reply, **settings))

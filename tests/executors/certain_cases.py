@@ -1,4 +1,4 @@
-"""Answers some of whose tokens are certain, taken in steps of any kind: the same tokens, keys and values."""
+"""Answers some of whose tokens are certain: steps of any kind must give the same tokens, keys and values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bundled": {"model": None, "draft": "eagle2", "speculate": {"adaptive": False}},
     "bundled eagle3": {"model": None, "draft": "eagle3", "speculate": {"adaptive": False}},
 }
-"""Settings of a model of `SIZES`; `model` None is the bundled one."""
+"""Settings with which a model of `SIZES`, or for `model` None the bundled one, is opened."""
 SIZES = BASE | ROWS["minicpm"] | {"intermediate_size": 256, "max_position_embeddings": 2048}
 VOCAB, LENGTH, SAMPLED = SIZES["vocab_size"], 640, Sampling(temperature=0.9, repetition_penalty=1.1)
 DRAFT = "draft"
@@ -44,7 +44,7 @@ def only(token: int) -> bytes:
 
 
 def wanted_tokens(num_tokens: int, seed: int) -> list[int | None]:
-    """Runs of certain tokens, up to the longest that a step takes and more, and between them tokens that are free."""
+    """Return runs of certain tokens, some longer than a step takes, and between them free tokens (None)."""
     rng, found = np.random.default_rng(seed), list[int | None]()
     while len(found) < num_tokens:
         found += rng.integers(3, VOCAB, rng.choice([1, 2, 5, 9, 40])).tolist()
@@ -55,11 +55,11 @@ def wanted_tokens(num_tokens: int, seed: int) -> list[int | None]:
 def taken(
     executor: Executor, prompt: Sequence[int], wanted: Wanted, most: Sequence[int | str], others: Sequence[int] = ()
 ) -> Taken:
-    """Have slot 0 take an answer of these tokens, None for a free one. Returns it, what its full pages hold, and how
-    many rows of certain tokens the steps had.
+    """Have slot 0 take an answer of these tokens, of which None is a free one.
 
-    `most`: how many certain tokens a step may bring, one step after the other, or DRAFT for one that drafts where the
-    next tokens are free. `others` are slots that decode beside it.
+    Return the answer, what its full pages hold, and how many certain tokens each step had. `most` has, for the steps in
+    turn, how many certain tokens a step may bring, or DRAFT for one that drafts where the next tokens are free.
+    `others` are slots that decode beside it.
     """
     limits, found, rows = executor.limits, list[int](), list[int]()
     for slot in (0, *others):
@@ -95,7 +95,7 @@ def taken(
 
 
 def next_free(wanted: Wanted, first: int) -> int:
-    """How many free tokens come next."""
+    """Return how many free tokens follow from place `first` on."""
     rest = list(wanted[first:])
     return next((number for number, token in enumerate(rest) if token is not None), len(rest))
 
@@ -105,7 +105,10 @@ def mask_of(token: int | None) -> Mask | None:
 
 
 def check_same(one: Taken, other: Taken) -> None:
-    """The same tokens and the same bits in the pages; compressed keys of the first page begin before the text."""
+    """Check that tokens and pages have the same bits, but for the first page's compressed keys.
+
+    Their windows would begin before the text.
+    """
     assert one[0] == other[0]
     assert one[1].keys() == other[1].keys()
     for name, array in one[1].items():

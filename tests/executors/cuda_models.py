@@ -1,4 +1,4 @@
-"""Checkpoints of small random models, what a log of their steps is held against, and whether memory comes back."""
+"""Checkpoints of small random models, the comparison of two logs of their steps, and a check for lost memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cpmrt.config import ModelConfig
 from cpmrt.executor import Admit, Decode, Prefill, Step, StepResult
 from cpmrt.models.decoder import tensor_specs
 
-# Sizes of products as in the golden files, so that few modules are compiled for both.
+# Products have the sizes of those in the golden files, so that few modules are compiled for both.
 BASE = {
     "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 99, "max_position_embeddings": 1024,
@@ -46,12 +46,12 @@ ROWS = {
     },
 }  # fmt: skip
 
-SLACK = 8 << 20  # of the driver's own bookkeeping
+SLACK = 8 << 20  # bytes that the driver may keep for itself
 EMPTY_TOKENIZER = json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})
 
 
 def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, Any] | None = None) -> Path:
-    """A checkpoint in float32; without weights, of random ones."""
+    """Write a checkpoint in float32, with random weights unless some are given; return its folder."""
     specs = tensor_specs(ModelConfig.from_hf(config))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -62,7 +62,7 @@ def write_model(folder: Path, config: dict[str, Any], weights: Mapping[str, Any]
 
 
 def write_golden(folder: Path, name: str) -> Path:
-    """The model of a golden file."""
+    """Write the checkpoint of a golden file's model; return its folder."""
     return write_model(folder, json.loads(str(golden(name)["config"])), model(name)[1])
 
 
@@ -70,10 +70,10 @@ Record = tuple[Step, StepResult]
 
 
 class Agreement:
-    """Two logs of the same greedy steps, token by token, until a sequence goes its own way.
+    """Compares two logs of the same greedy steps, token by token, until a sequence's tokens differ.
 
-    `compared` and `parted` count tokens and sequences; `worst` is the largest difference of log-probabilities, where a
-    sequence parts: how much better the other executor thought of its own token.
+    `compared` counts tokens, `parted` sequences whose tokens differ. `worst` is the largest difference of
+    log-probabilities; where a sequence parts, also by how much the other executor preferred its own token.
     """
 
     def __init__(self, ours: Iterable[Record], theirs: Iterable[Record]):
@@ -112,7 +112,7 @@ def free_bytes() -> int:
 
 @contextmanager
 def all_comes_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Device memory, and every page-locked buffer."""
+    """Check that the block gives back its device memory, up to SLACK, and every page-locked buffer."""
     from cupy.cuda import runtime
 
     locked: set[int] = set()

@@ -16,13 +16,13 @@ SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8, seed=5, logprobs=2,
 
 
 def text(num_tokens: int, seed: int, vocab: int) -> list[int]:
-    """Random tokens."""
+    """Return random tokens."""
     ids: list[int] = np.random.default_rng(seed).integers(1, vocab, num_tokens).tolist()
     return ids
 
 
 def answer(llm: LLM, prompt: Sequence[int], params: SamplingParams = SAMPLED) -> Answer:
-    """The tokens of an answer and their log-probabilities, to the last bit."""
+    """Return the tokens of an answer and their log-probabilities."""
     out = llm.generate(prompt, params)
     return out.token_ids, out.logprobs
 
@@ -33,7 +33,7 @@ def logits_of(open_llm: Open, prompt: Sequence[int], **settings: Any) -> np.ndar
 
 
 def reused_answers(open_llm: Open, prompt: Sequence[int], depths: Sequence[int], **settings: Any) -> list[Answer]:
-    """Answers to a prompt of which so many tokens were in the cache; each depth is computed from an empty cache."""
+    """Return an answer for each depth, with so many tokens of the prompt in a cache that was empty before."""
     answers = []
     for depth in depths:
         with open_llm(**settings) as llm:
@@ -46,7 +46,7 @@ def reused_answers(open_llm: Open, prompt: Sequence[int], depths: Sequence[int],
 
 
 def pages_of(llm: LLM, prompt: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]:
-    """What the pages of a prompt's full pages hold once it is computed; undefined entries are zero."""
+    """Compute a prompt and return what its full pages hold, with undefined entries set to zero."""
     llm.generate(prompt, SamplingParams(max_new_tokens=1, temperature=0))
     full = len(prompt) // 64 * 64
     cache = llm.engine.cache
@@ -60,8 +60,11 @@ def pages_of(llm: LLM, prompt: Sequence[int]) -> dict[str, np.ndarray[Any, Any]]
 
 
 def clear_undefined(pages: dict[str, np.ndarray[Any, Any]]) -> None:
-    """Clear what a prefix does not decide: an EAGLE draft's row at its last token knows the next one, and the first
-    windows of compressed keys would begin before the text."""
+    """Clear the entries that a prefix does not determine.
+
+    An EAGLE draft's row at the last token depends on the next token; the first windows of compressed keys would begin
+    before the text.
+    """
     for name, array in pages.items():
         if name.startswith("draft."):
             array[:, -1, :, -1] = 0
@@ -78,7 +81,7 @@ def equal_pages(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.ndarra
 def accompanied(
     open_llm: Open, prompts: Sequence[Sequence[int]], params: SamplingParams = SAMPLED, **settings: Any
 ) -> list[Answer]:
-    """Answers of prompts that run together."""
+    """Return the answers of prompts that run together."""
     with open_llm(max_sequences=len(prompts), **settings) as llm:
         outs = [stream.finish() for stream in [llm.stream(prompt, params) for prompt in prompts]]
     return [(out.token_ids, out.logprobs) for out in outs]

@@ -1,4 +1,4 @@
-"""Conversations whose prompts begin alike, asked of a model with and without the prefix cache."""
+"""Conversations whose prompts share beginnings, to ask a model with and without the prefix cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ START = [5 + i * i % 89 for i in range(90)]
 
 
 def branching(llm: LLM) -> list[Completion]:
-    """A first turn; two ways on from its answer, one from half of it; the first turn again; another start."""
+    """Return the answers of seven prompts that share beginnings.
+
+    They are a first turn, two continuations of its answer, one of half of it, the first turn again, a text that begins
+    otherwise, and a third turn.
+    """
     outs = [llm.generate(START, GREEDY)]
     answered = [*START, *outs[0].token_ids]
     outs.append(llm.generate([*answered, 40, 41, 42], SAMPLED))
@@ -43,6 +47,6 @@ def num_prefilled(log: list[tuple[Step, Any]]) -> int:
 
 
 BRANCHING_CACHED = [0, 64, 128, 64, 64, 0, 128]
-"""Pages are 64 tokens, and the last token of a prompt is computed in any case."""
+"""Cached tokens of each answer of `branching`: whole pages of 64, without the prompt's last token."""
 BRANCHING_CACHED_FAST = [0, 128, 128, 64, 64, 0, 128]
-"""Where pages of answers are kept too."""
+"""Cached tokens of each answer of `branching` if pages of answers are kept too."""

@@ -1,4 +1,4 @@
-"""An LLM on an event loop: the answers of the blocking one, together, and nothing is left behind."""
+"""An LLM on an event loop gives the answers of a blocking one, many at a time, and leaves nothing behind."""
 
 import asyncio
 import gc
@@ -102,7 +102,7 @@ def test_every_method_gives_what_the_blocking_one_gives(llm):
 
 
 def test_seeds_have_the_order_of_the_calls(checkpoint, monkeypatch):
-    """Not that of the threads that make the requests: those of the first calls take longest here."""
+    """Seeds follow the order of the calls, not that of the threads; the first calls' threads take longest here."""
     free, own = (SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True, seed=seed) for seed in (None, 7))
 
     def calls(llm):

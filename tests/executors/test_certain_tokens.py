@@ -1,4 +1,4 @@
-"""Who takes a certain token changes no bit (NumPy): a masked step, a row beside others, or a step that drafts."""
+"""Which step takes a certain token changes no bit (NumPy): a masked one, one with other rows, or one that drafts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_mix_of_steps_gives_the_same(opened, name: str, most, seed: int, oth
 
 
 def test_a_step_that_brings_the_last_tokens_ends_the_sequence(opened) -> None:
-    """They count: as many tokens are given as are wanted, and a slot that has finished takes no more."""
+    """Certain tokens count towards the length that is wanted, and a slot that has finished takes no more."""
     from cpmrt.config import Sampling
     from cpmrt.executor import Admit, Decode, Prefill, Release
 

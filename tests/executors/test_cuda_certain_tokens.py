@@ -1,4 +1,4 @@
-"""Who takes a certain token changes no bit on a GPU: a masked step, a row beside others, or a step that drafts."""
+"""Which step takes a certain token changes no bit on a GPU: a masked one, one with other rows, one that drafts."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_one_sequence_alone_has_its_head_run_for_64_rows_at_a_time(tmp_path, mon
         ids = [3 + i % 90 for i in range(200)]
         whole = llm.logits(ids)
         assert counts == [64, 64, 64, 64]
-        np.testing.assert_array_equal(llm.logits(ids[:100]), whole[:100])  # whatever the padding is
+        np.testing.assert_array_equal(llm.logits(ids[:100]), whole[:100])  # the rows of padding do not matter
 
 
 @pytest.mark.parametrize("settings", [
@@ -128,7 +128,7 @@ PROMPTS = ("import ", "def read_lines(path):", "class Stack:\n", "x = [1, 2, 3]\
 
 
 def ten_thousand_tokens(**settings):
-    """Greedy and sampled, 2,500 tokens of each prompt each, eight sequences together."""
+    """Return 2,500 greedy and 2,500 sampled tokens for each prompt, from eight sequences that run together."""
     greedy = SamplingParams(max_new_tokens=2500, ignore_eos=True)
     hot = [SamplingParams(max_new_tokens=2500, temperature=1.0, top_p=0.98, seed=s, ignore_eos=True) for s in range(4)]
     requests = [*((prompt, greedy) for prompt in PROMPTS), *zip(PROMPTS, hot, strict=True)]
@@ -138,7 +138,7 @@ def ten_thousand_tokens(**settings):
 
 
 def test_ten_thousand_tokens_without_drift():
-    """Greedy and sampled: graphs or not, dependent launches or not, bit by bit."""
+    """Greedy and sampled tokens are the same without graphs and without dependent launches."""
     expected = ten_thousand_tokens()
     assert [sum(map(len, tokens)) for tokens in (expected[:4], expected[4:])] == [10_000, 10_000]
     assert len({tuple(tokens[-100:]) for tokens in expected[4:]}) == 4

@@ -1,4 +1,4 @@
-"""What goes wrong around the CUDA executor: one clear error of its class, the memory back, and the next model runs."""
+"""Failures around the CUDA executor give one clear error, give all memory back, and the next model runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> tuple[int, ...]:
-    """What the model says; and everything that stays is allocated now."""
+    """The model's answer; it is made first, so that memory that stays allocated is there before the tests measure."""
     return answer(folder)
 
 
@@ -82,7 +82,7 @@ def test_a_full_context_is_refused_before_any_work(folder: Path, monkeypatch: py
 def test_the_next_start_tries_no_algorithm_of_the_library(
     folder: Path, expected: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the first start has found out is the same for the second, which takes the same ones: the same bits."""
+    """The second start takes the algorithms that the first one found equal, and gives the same bits."""
     shutil.copytree(env.cache_dir() / "cubins", tmp_path / "cubins", ignore=shutil.ignore_patterns("*.verdict"))
     monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
     tried, try_one, taken, take = list[bytes](), GemmTrial._is_equal, list[tuple[Any, bytes]](), CublasLt._choose
@@ -129,7 +129,7 @@ def test_more_than_the_device_has_is_refused(
     with all_comes_back(monkeypatch):
         with pytest.raises(MemoryPlanError, match="does not fit .*max_context"):
             LLM(large, executor="cuda", max_context=context)
-        # The allocation itself fails where the budget promises what the device does not have.
+        # The allocation itself fails if the memory budget is more than the device has.
         with pytest.raises(MemoryPlanError, match="less free memory than was planned for.*end what else"):
             LLM(large, executor="cuda", max_context=context, memory_budget=1 << 50)
     assert answer(folder) == expected
@@ -192,7 +192,10 @@ def test_without_a_compiler(
     missing: Callable[[pytest.MonkeyPatch], None],
     message: str,
 ) -> None:
-    """The cache has the model's kernels, and `fresh_nvrtc` has loaded NVRTC before it is hidden here."""
+    """Without a compiler cached kernels still run; other ones give an error that says what is missing.
+
+    `fresh_nvrtc` has loaded NVRTC before it is hidden here.
+    """
     with all_comes_back(monkeypatch), monkeypatch.context() as patch:
         missing(patch)
         assert answer(folder) == expected, "compiled kernels need no compiler"
@@ -203,7 +206,7 @@ def test_without_a_compiler(
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: tuple[int, ...]) -> list[Path]:
-    """A copy of the cache; the list fills with the cubins that are taken from it."""
+    """A list that fills with the cubins that are taken from a copy of the cache."""
     shutil.copytree(env.cache_dir() / "cubins", tmp_path / "cache" / "cubins")
     monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "cache"))
     taken: list[Path] = []

@@ -1,4 +1,4 @@
-"""Masks on a GPU: they may come late, rows without one do not wait, and answers under a form keep it in any company."""
+"""Masks on a GPU may come late, rows without one do not wait, and answers keep their forms in any company."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def answers_of(*, together=True, **settings):
 
 @pytest.fixture(scope="module")
 def alone():
-    """The answers, one made after the other."""
+    """The answers of all wishes, made one after the other."""
     return answers_of(together=False)
 
 
@@ -69,7 +69,7 @@ def test_company_and_drafts_change_nothing(alone, settings):
 
 @pytest.mark.all
 def test_300_schemas():
-    """At temperature 1 every answer that has ended validates; 16 at a time and drafted it is what it is alone."""
+    """At temperature 1 every answer that has ended validates, and is the same among 16 and with drafts."""
     pytest.importorskip("llguidance")
     wanted = schemas(300, seed=1)
     params = [
@@ -96,7 +96,7 @@ def test_300_schemas():
 
 @pytest.mark.parametrize("draft", ["eagle2", "lookup"])
 def test_drafts_are_accepted_under_forms(draft):
-    """Nearly every step that takes no certain tokens is drafted, and saves steps."""
+    """Under forms most steps are drafted ones, and these accept drafts."""
     counts = {"Decode": 0, "Speculate": 0, "tokens": 0}
 
     def note(step, result):
@@ -110,13 +110,16 @@ def test_drafts_are_accepted_under_forms(draft):
 
 @pytest.mark.parametrize("settings", [{"draft": "eagle2", "speculate": {"adaptive": False}}, {}], ids=str)
 def test_garbage_of_an_earlier_model_does_not_hold_up_masks(monkeypatch, settings):
-    """To free its memory takes waiting for the device, which waits for masks that the collecting thread has to find."""
+    """Collecting an earlier model between a step and its masks must not block.
+
+    Freeing its memory would wait for the device, which waits for masks that the collecting thread has to find.
+    """
     pytest.importorskip("llguidance")
     num_collected = []
 
     def collecting(give):
         def collect(masks, *args):
-            if isinstance(masks, TreeMasks) or masks.on_fill is not None:  # the step is on its way
+            if isinstance(masks, TreeMasks) or masks.on_fill is not None:  # the step has been submitted
                 num_collected.append(gc.collect())
             return give(masks, *args)
 
@@ -176,7 +179,7 @@ def test_a_mask_that_comes_late_is_waited_for(executor):
 
 
 def test_certain_tokens_count(executor):
-    """For the length of the answer, beside another slot, whose mask comes late."""
+    """Certain tokens count towards the length of the answer, here beside a slot whose mask comes late."""
     begin(executor, 1)
     executor.submit(Admit(0, Sampling(), 3, 5, (2,)))
     executor.submit(Prefill(0, (5, 6, 7), 0, True, Mask(only(40), is_filled=True))).wait()
@@ -203,7 +206,7 @@ def test_a_mask_that_never_comes_is_an_error(executor):
 
 
 def test_a_reading_beside_answers_under_forms():
-    """Whoever waits for the device between steps does so only when no step waits for its mask."""
+    """Scoring beside answers under forms waits for the device only when no step waits for its mask."""
     pytest.importorskip("llguidance")
     with LLM(executor="cuda", prefill_chunk=64, max_context=512, max_sequences=4) as llm:
         params = [one for one in wishes() if one.json_schema is not None][:3]

@@ -36,7 +36,7 @@ def test_logits_are_those_of_the_reference(checkpoint, dtype):
             ids = np.random.default_rng(length).integers(3, 99, length).tolist()
             actual, expected = llm.logits(ids), reference.logits(ids)
             assert np.isfinite(actual).all(), length
-            # A value on either side of a tie becomes another code, a sixteenth away.
+            # A value near a tie may get the next code, which differs by a sixteenth.
             assert relative(actual, expected) < 6e-2, length
             assert length == 1 or not np.array_equal(actual, wide.logits(ids)), length
 
@@ -79,7 +79,7 @@ def test_the_bundled_model_scores_as_on_the_reference(settings):
 
 
 def test_drafts_leave_the_pages_of_plain_decoding(checkpoint):
-    """Codes of all positions and scales of all pages, of a text that repeats itself over three borders of pages."""
+    """Drafts leave plain decoding's codes and scales in all pages, for a repeating text over three page borders."""
     prompt, found = [5 + i * i % 89 for i in range(30)] * 2, []
     wishes = {"shapes": [(5, 1, 6)], "adaptive": False}
     for settings in ({}, {"draft": "lookup", "speculate": wishes}, {"draft": str(checkpoint), "speculate": wishes}):
@@ -113,7 +113,10 @@ def sparse_checkpoint(request, tmp_path_factory):
 
 @pytest.mark.parametrize("chunk", [64, 512])
 def test_sparse_logits_are_those_of_the_reference(sparse_checkpoint, chunk):
-    """But for rows whose choice between nearly equal blocks is another; dense logits are far away."""
+    """Sparse logits are near the reference's, but for rows that choose another of nearly equal blocks.
+
+    Dense logits are far away.
+    """
     settings = {"dtype": "float16", "max_context": 1024}
     with open_llm(sparse_checkpoint, executor="reference", **settings) as reference:
         expected = reference.logits(LONG)
@@ -129,7 +132,7 @@ def test_sparse_logits_are_those_of_the_reference(sparse_checkpoint, chunk):
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "float16"}, {"cuda_graphs": False}], ids=str)
 def test_sparse_drafts_change_no_token(sparse_checkpoint, settings):
-    """Of a text that repeats itself, so that lookups find something; blocks are left out from the first token on."""
+    """Drafts change no token of a repeating text, in which blocks are left out from the first new token on."""
     prompt, wishes = LONG[:40] * 9, {"shapes": [(5, 1, 6), (3, 1, 4)], "adaptive": False}
     with open_llm(sparse_checkpoint, max_context=1024, **settings) as llm:
         plain = [llm.generate(prompt, params).logprobs for params in (SAMPLED, replace(SAMPLED, temperature=0.0))]

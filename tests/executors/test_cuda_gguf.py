@@ -1,4 +1,4 @@
-"""Models from GGUF files on the CUDA executor: as the same weights from safetensors, and as the NumPy executor."""
+"""Models from GGUF files on the CUDA executor agree with the same weights from safetensors and with NumPy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_architecture(tmp_path: Path, architecture: str, kind: str, dtype:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_every_type(tmp_path: Path, kind: str) -> None:
-    """The head is tied; the blocks are those of the file, or their values rounded to 16 bits."""
+    """Every block type is near the reference and near its values rounded to 16 bits; the head is tied."""
     pair = models.write_pair(tmp_path, "llama", lambda name: kind, tie_word_embeddings=True)
     found, _ = answers(pair.gguf, "bfloat16")
     assert relative(found, answers(pair.gguf, "bfloat16", "reference")[0]) < TOLERANCE["bfloat16"]
@@ -51,7 +51,7 @@ def test_every_type(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.gpu
 def test_another_type_is_noticed(tmp_path: Path) -> None:
-    """The comparison can fail."""
+    """Weights of another seed are outside the tolerance."""
     one = models.write_pair(tmp_path / "one", "llama", lambda name: "Q4_0")
     other = models.write_pair(tmp_path / "other", "llama", lambda name: "Q4_0", seed=1)
     found = [answers(pair.gguf, "bfloat16")[0] for pair in (one, other)]

@@ -23,7 +23,7 @@ SAMPLED = SamplingParams(max_new_tokens=16, temperature=0.9, seed=5, ignore_eos=
 
 
 def mixed(name: str) -> str:
-    """Mixes 6 bits and 4 as Q4_K_M does, and has the embedding in 4."""
+    """Return the type of a matrix in a mixture of 6 and 4 bits like Q4_K_M's, with the embedding in 4."""
     return "Q6_K" if "attn_v" in name or "ffn_down" in name or name.startswith("output") else "Q4_K"
 
 
@@ -67,7 +67,10 @@ def test_matrices_in_16_bits_beside_others(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mixed", "Q4_0", "Q4_K", "Q2_K", "Q3_K"])
 def test_a_request_alone_gives_the_same_tokens(tmp_path: Path, kind: str) -> None:
-    """A row alone takes a layer's products in one launch, if their weights are of one kind of 4 bits."""
+    """A request alone gives the tokens that it gives among others.
+
+    A single row takes a layer's products in one launch if their weights are of one 4-bit kind.
+    """
     path = write_pair(tmp_path, "llama", mixed if kind == "mixed" else lambda name: kind).gguf
     prompts = [LONG[start : start + length] for start, length in ((0, 5), (9, 64), (20, 65), (40, 140))]
     with LLM(path, executor="cuda", max_sequences=8, dtype="bfloat16", **SETTINGS) as llm:

@@ -29,7 +29,7 @@ from cpmrt.errors import UnsupportedModelError
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 CHUNK = 128
 ON_A_GPU = [name for name in TINY if name not in REFERENCE_ONLY]
-# The same roundings at the same places, but sums in another order: 8 and 11 bits of mantissa.
+# The GPU rounds where the reference does, but sums in another order; the types have 8 and 11 bits of mantissa.
 REFERENCE_TOLERANCE = {DType.BFLOAT16: 2e-2, DType.FLOAT16: 3e-3}
 LOGPROB_TOLERANCE = {DType.BFLOAT16: 0.15, DType.FLOAT16: 0.02}
 NEAR = SamplingParams(max_new_tokens=26, logprobs=MAX_LOGPROBS, ignore_eos=True)
@@ -40,7 +40,7 @@ PENALISED = SamplingParams(
 
 
 def check(folder, name, dtype):
-    """Logits of every position, then a greedy and a penalised continuation, whose steps the reference repeats."""
+    """Check the logits of every position, then a greedy and a penalised answer whose steps the reference replays."""
     data, steps = golden(name), []
     prompt = data["prompt_ids"].tolist()
     settings = {"max_context": int(data["max_context"]) or None, "dtype": dtype.label, "prefill_chunk": CHUNK}
@@ -73,7 +73,7 @@ def test_a_model_on_the_path_of_older_gpus(tmp_path, monkeypatch, name, dtype):
 
 @pytest.mark.gpu
 def test_another_rotation_is_noticed(tmp_path):
-    """The comparison can fail."""
+    """A model with another rotary table fails the check."""
     with pytest.raises(AssertionError):
         check(write_golden(tmp_path, "rope_linear"), "rope_yarn", DType.FLOAT16)
 

@@ -24,7 +24,7 @@ from cpmrt.errors import UnsupportedModelError
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 GOLDEN_TOLERANCE = {DType.BFLOAT16: 1e-1, DType.FLOAT16: 2e-2}
 REFERENCE_TOLERANCE = {DType.BFLOAT16: 4e-2, DType.FLOAT16: 6e-3}
-"""Some choices of blocks differ by rounding."""
+"""Tolerances against the reference, with room for choices of blocks that differ by rounding."""
 LOGPROB_TOLERANCE = {DType.BFLOAT16: 0.3, DType.FLOAT16: 0.05}
 NEAR = SamplingParams(max_new_tokens=24, logprobs=MAX_LOGPROBS, ignore_eos=True)
 GREEDY = SamplingParams(max_new_tokens=60, ignore_eos=True)
@@ -57,7 +57,7 @@ def plain(folder):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("name", HYBRID)
 def test_a_golden_model(tmp_path, name, dtype):
-    """Logits of every position, then a greedy continuation, whose steps the reference repeats."""
+    """Logits of every position are near the stored ones, and greedy steps near those that the reference replays."""
     data, steps = golden(name), []
     folder, settings = write_model(tmp_path, settings_of(name), model(name)[1]), {"dtype": dtype.label}
     with LLM(folder, executor="cuda", on_step=lambda *record: steps.append(record), max_context=512, **settings) as llm:
@@ -114,7 +114,7 @@ def test_conversations_that_branch(folder, chunk):
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_state_within_an_answer(folder, steps):
-    """It is that of plain decoding: from it the next turn goes on as if the answer had gone on with these tokens."""
+    """The state kept within an answer is plain decoding's: a prompt that ends there goes on as the answer did."""
     settings = {"prefix_cache": "fast", "steps_per_launch": steps, "max_sequences": 2, "dtype": "float16"}
     with open_llm(folder, **settings) as llm:
         outs = branching(llm)
@@ -127,7 +127,7 @@ def test_the_state_within_an_answer(folder, steps):
 
 @pytest.mark.gpu
 def test_keys_and_values_in_8_bits(folder):
-    """The states stay in float32; pages are coarser."""
+    """With pages in fp8 and states in float32 logits change, but not much."""
     with open_llm(folder) as llm:
         expected = llm.logits(LONG)
     with open_llm(folder, kv_dtype="fp8") as llm:

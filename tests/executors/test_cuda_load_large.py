@@ -1,4 +1,4 @@
-"""Loading a checkpoint of 16 GB, and its quantised sister of 5: how fast, and how much host memory it takes."""
+"""The speed and the host memory of loading a checkpoint of 16 GB, and its quantised version of 5 GB."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LLM(sys.argv[1], executor="cuda", max_context=64, prefill_chunk=64)
 
 
 def fitting_config(folder: Path, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    """The 8B shape, with fewer layers where disk or device are too small for it."""
+    """Return the config of the 8B shape, with fewer layers if it does not fit the disk or the device."""
     from cupy.cuda import runtime
 
     config = shape_config("minicpm4-8b") | {"quantization_config": quantization}
@@ -66,7 +66,7 @@ def checkpoint_bytes(config: dict[str, Any]) -> int:
 
 
 def tensors_of(config: dict[str, Any]) -> list[Tensor]:
-    """Name, type and shape of what the checkpoint must hold."""
+    """Return the name, type and shape of each tensor that the checkpoint must hold."""
     found: list[Tensor] = []
     for spec in weight_specs(ModelConfig.from_hf(config), EngineConfig()):
         for source in spec.sources:
@@ -79,7 +79,7 @@ def tensors_of(config: dict[str, Any]) -> list[Tensor]:
 
 
 def write_large(folder: Path, config: dict[str, Any]) -> int:
-    """Shards of random numbers, as 16-bit floats finite (one block of them again and again); bytes of all tensors."""
+    """Write shards of one repeated block of random words, finite as 16-bit floats; return the tensors' bytes."""
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(EMPTY_TOKENIZER)
     tensors = tensors_of(config)

@@ -17,7 +17,7 @@ from cpmrt.ops import ANY_ROWS, RowKind
 pytestmark = pytest.mark.gpu
 
 LONGEST = 2048
-PARAMS = replace(SAMPLED, max_new_tokens=48)  # the prompts do not all begin at once
+PARAMS = replace(SAMPLED, max_new_tokens=48)  # enough to overlap, as prompts begin at different times
 WIDE = {"head_dim": 128, "num_attention_heads": 2, "max_position_embeddings": LONGEST}
 
 
@@ -25,7 +25,7 @@ WIDE = {"head_dim": 128, "num_attention_heads": 2, "max_position_embeddings": LO
 def test_company_changes_no_bit_of_a_long_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """Eight sequences; the shortest of them passes the limit between two of its tokens."""
+    """Eight sequences together give the bits of each alone, also when the shortest one becomes long on the way."""
     monkeypatch.setattr("cpmrt.cuda.step.lengths.SHORT_KEYS", 625)
     folder, used, chosen = write_model(tmp_path, BASE | ROWS["llama"] | WIDE), set[Any](), chosen_graphs(monkeypatch)
     prompts = [text(600 + 190 * number, number, BASE["vocab_size"]) for number in range(8)]

@@ -34,7 +34,7 @@ def looping(request):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Loops that were launched."""
+    """A list that fills with the loops that are launched."""
     from cpmrt.cuda.driver.graphs import LoopGraph
 
     launched, launch = [], LoopGraph.launch
@@ -64,7 +64,7 @@ def test_every_length(plain, looping):
 
 @pytest.mark.gpu
 def test_a_stop_in_the_middle_of_a_launch(plain, looping):
-    """The rest of the launch gives nothing, nor does the launch behind it; the next request is right."""
+    """After a stop neither the rest of the launch nor the launch behind it gives a token; the next request is right."""
     hot = {"max_new_tokens": 60, "temperature": 1.2, "seed": 5, "ignore_eos": True}
     expected = plain.generate(PROMPTS[1], SamplingParams(**hot)).token_ids
     firsts = [index for index, token in enumerate(expected) if token not in expected[:index]]

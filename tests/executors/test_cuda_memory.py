@@ -38,7 +38,10 @@ PROMPTS = [list(range(3, 50)), [5 + i % 90 for i in range(200)], [7]]
 
 
 def spread(plan: MemoryPlan) -> MemoryPlan:
-    """The same regions with a guard before, between and after them; the workspace shares memory and stays one piece."""
+    """Return the plan with guards before, between and after its regions.
+
+    Regions of the workspace share memory, so it stays in one piece.
+    """
     moved, end, workspace = [], GUARD_BYTES, [region for region in plan.regions if region.part == WORKSPACE]
     for region in plan.regions:
         if region.part != WORKSPACE:
@@ -50,7 +53,7 @@ def spread(plan: MemoryPlan) -> MemoryPlan:
 
 
 def gaps(plan: MemoryPlan) -> list[tuple[int, int]]:
-    """(offset, bytes) of all that no region holds."""
+    """Return (offset, bytes) of all memory between the regions."""
     found, end = [], 0
     for region in sorted(plan.regions, key=lambda region: region.offset):
         if region.offset > end:
@@ -77,7 +80,7 @@ def read(arena: int, offset: int, nbytes: int) -> Any:
 
 
 class Guarded:
-    """Arenas as `spread` lays them out, filled with the pattern before the weights are loaded."""
+    """Makes models use arenas that `spread` lays out, with guards and poison written before the weights are loaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.arena, self.plan = 0, None
@@ -113,7 +116,10 @@ class Guarded:
 
 
 def generate(llm: LLM) -> list[Any]:
-    """Every kind of step: several sequences together, one in a slot that was used before, prompt logits."""
+    """Run every kind of step and return what it gives.
+
+    These are several sequences together, one in a slot that was used before, and prompt logits.
+    """
     streams = [llm.stream(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
     found = [stream.finish() for stream in streams]
     with llm.stream(PROMPTS[1], PARAMS[0]) as cancelled:
@@ -131,7 +137,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_model(folder, BASE | ROWS[request.param])
 
 
-# Without reuse: a page that was poisoned or that another chunk wrote must not come back.
+# The prefix cache is off: pages that were poisoned must not be reused.
 SETTINGS = {
     "executor": "cuda", "prefill_chunk": 128, "max_sequences": 3, "max_context": 256, "prefix_cache": False,
 }  # fmt: skip
@@ -168,7 +174,7 @@ def test_a_write_past_a_region_would_be_seen(folder: Any, monkeypatch: pytest.Mo
 
 @contextmanager
 def counted_allocations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Every allocation on the device and of page-locked memory that goes through CuPy or the bindings."""
+    """Count every allocation of device and page-locked memory that goes through CuPy or the bindings."""
     import cupy
     from cuda.bindings import driver
 

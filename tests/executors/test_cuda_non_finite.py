@@ -25,7 +25,7 @@ SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repeti
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in which one token gives NaN behind it."""
+    """A model in which one token's embedding is NaN, and so are the logits after it."""
     config = BASE | ROWS["minicpm"] | {"tie_word_embeddings": False}
     weights = random_weights(tensor_specs(ModelConfig.from_hf(config)), 7)
     weights["embed_tokens"][POISON] = np.nan

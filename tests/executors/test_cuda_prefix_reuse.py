@@ -31,7 +31,7 @@ def checkpoint(tmp_path_factory):
 
 
 def open_llm(checkpoint, **settings):
-    """Room for every page of `branching`."""
+    """Open the model with room for every page of `branching`."""
     usual = {"executor": "cuda", "max_context": 256, "max_sequences": 4, "prefill_chunk": 64}
     return LLM(checkpoint, **usual | settings)
 
@@ -63,7 +63,7 @@ def test_eviction_under_pressure(checkpoint, whole):
 
 
 def test_streams_together_share_pages(checkpoint):
-    """More sequences than slots, some cancelled in the middle with steps in flight."""
+    """Streams that share pages are right with more sequences than slots, some cancelled with steps in flight."""
     prompts = [[*START, tail, tail + 1] for tail in (20, 30, 40)]
     wanted = [(prompt, params) for prompt in prompts for params in (GREEDY, PENALISED, SAMPLED)]
     with open_llm(checkpoint, prefix_cache=False) as llm:

@@ -29,8 +29,8 @@ from cpmrt.errors import CheckpointError
 from cpmrt.ops import QuantizedWeight
 from cpmrt.reference import ops as reference_ops
 
-# The same roundings, but sums in another order, and normalised rows are rounded before their 1 / rms: 8 and 11 bits.
-# Of the norm of 180 x 264 logits; at worst 0.022 and 0.0035 measured, in the ratio of the two types' roundings.
+# The GPU sums in another order than the reference, and rounds normalised rows before their 1 / rms. Errors are relative
+# to the norm of 180 x 264 logits: 0.022 and 0.0035 at worst, in the ratio of the types' roundings (8 and 11 bits).
 REFERENCE_TOLERANCE = {"bfloat16": 3e-2, "float16": 4e-3}
 GOLDEN_TOLERANCE = {"bfloat16": 4e-2, "float16": 5e-3}
 LOGPROB_TOLERANCE = {"bfloat16": 0.2, "float16": 0.02}
@@ -47,7 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @contextmanager
 def weights_of_chunks_rounded(monkeypatch: pytest.MonkeyPatch, dtype: DType) -> Iterator[None]:
-    """The reference with one rounding more, that of a GPU: in a prefill rows meet dequantised weights in 16 bits."""
+    """Make the reference round dequantised weights to 16 bits in a prefill, as a GPU does."""
     linear = reference_ops.linear
 
     def rounding(x: Any, weight: Any, *, is_prefill: bool = False) -> Any:
@@ -76,7 +76,7 @@ def check(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, dtype: str, 
         assert error(long, reference.logits(LONG)) < REFERENCE_TOLERANCE[dtype]
         agreement = Agreement(steps, replay([step for step, _ in steps], reference.executor))
     assert agreement.compared >= 6 and agreement.worst < LOGPROB_TOLERANCE[dtype]
-    # A few positions, whose experts 8 bits of mantissa may choose otherwise: half of all were compared above.
+    # These are few positions, for which bfloat16 may choose other experts; the median over more was checked above.
     if "lm_head_bits" not in settings and (dtype == "float16" or "experts" not in name):
         assert error(short[-len(data["logits"]) :], data["logits"]) < GOLDEN_TOLERANCE[dtype]
 
@@ -107,14 +107,14 @@ def test_a_head_that_is_rounded_while_loading(
 
 @pytest.mark.gpu
 def test_another_model_is_noticed(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison can fail."""
+    """Another model's golden file is outside the tolerance."""
     with pytest.raises(AssertionError):
         check(monkeypatch, folders["gptq"], "gptq_row", "float16")
 
 
 @pytest.fixture(scope="module", params=["gptq_asymmetric", "gptq_v2_act_order", "compressed_channel"])
 def together(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[tuple[Path, list[Any]]]:
-    """A checkpoint, and what five requests of it give together."""
+    """A checkpoint, and the tokens that five requests give when they run together."""
     with LLM(folders[request.param], executor="cuda", max_sequences=8, **SETTINGS) as llm:
         streams = [llm.stream(prompt, SAMPLED) for prompt in prompts()]
         yield folders[request.param], [stream.finish().token_ids for stream in streams]
@@ -145,7 +145,7 @@ def test_a_request_that_grows_long_gives_the_same_tokens(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed_asymmetric", "marlin_row"])
 def test_waves_do_not_change_a_bit(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A staging area for all tensors at once, or for one source after the other."""
+    """Loading all tensors at once or one source after the other gives the same bits."""
     found = []
     for most in (128 << 20, 0):
         monkeypatch.setattr("cpmrt.cuda.load.repack.LARGEST_STAGING_BYTES", most)
@@ -207,7 +207,7 @@ def test_a_head_in_eight_bits_is_nearer_to_one_in_sixteen(folders: dict[str, Pat
 @pytest.mark.gpu
 @pytest.mark.parametrize(("order", "head_bits"), [(False, None), (True, 4), (False, 8)])
 def test_random_weights(folders: dict[str, Path], order: bool, head_bits: int | None) -> None:
-    """Activations keep their size, so that the logits have the spread of those of a head in 16 bits."""
+    """Random quantised weights keep the size of activations: logits spread as those of weights in 16 bits."""
     quantised = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "desc_act": order}
     overrides = {"quantization_config": quantised, "torch_dtype": "bfloat16"}
     spreads = []
@@ -225,7 +225,7 @@ def test_random_weights(folders: dict[str, Path], order: bool, head_bits: int | 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_head_in_8_bits_is_read_as_it_is(tmp_path: Path, dtype: str) -> None:
-    """Beside the reference, which reads the same bytes on its own; short prompts and one longer than a chunk."""
+    """A head in 8 bits is near the reference, which reads the same bytes, for short prompts and a long one."""
     folder, settings = write_wide_head(tmp_path), SETTINGS | {"dtype": dtype}
     with LLM(folder, executor="cuda", **settings) as llm:
         short, long = llm.logits(LONG[:40]), llm.logits(LONG)

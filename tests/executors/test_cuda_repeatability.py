@@ -84,9 +84,9 @@ def test_chunks_offsets_and_reuse_change_no_bit_of_keys_and_values(open_llm: Ope
     assert all(array.any() for array in whole.values())
     for chunk in (1, 33, 64, 100, 512, 4096):
         with open_llm(prefill_chunk=chunk, max_sequences=2) as llm:
-            # Some of it is reused, with the token behind the last full page: an EAGLE draft's row knows the next one.
+            # Some pages are reused. The token behind the last one is the same, as an EAGLE draft's row depends on it.
             llm.generate([*prompt[: 3 * chunk % 600 + 1], 5], SAMPLED)
-            with llm.stream(text(300, 9, VOCAB), SAMPLED) as other:  # and somebody decodes beside it
+            with llm.stream(text(300, 9, VOCAB), SAMPLED) as other:  # another sequence decodes beside it
                 next(other)
                 assert equal_pages(pages_of(llm, prompt), whole), chunk
 

@@ -1,4 +1,4 @@
-"""Decode steps of rows of which something is known launch less, with the same bits (on a GPU)."""
+"""Decode steps launch fewer kernels if enough is known of their rows, with the same bits (on a GPU)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cpmrt.ops import ANY_ROWS, SHORT_KEYS, RowKind
 pytestmark = pytest.mark.gpu
 
 SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1}
-"""Rows of more than 256 tokens choose."""
+"""Settings of sparse attention under which rows of more than 256 tokens choose blocks."""
 PARAMS = replace(SAMPLED, temperature=1.0, max_new_tokens=250)
 WIDE = {"head_dim": 128, "max_position_embeddings": 4096}
-"""Heads whose attention is a launch of its own."""
+"""Settings of heads whose attention is a separate launch."""
 INSIDE, DENSE, BOTH = RowKind(is_inside=True), RowKind(is_dense=True), RowKind(is_inside=True, is_dense=True)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 SETTINGS: list[dict[str, Any]] = [
@@ -48,7 +48,7 @@ def opened(folder: Path, **settings: Any) -> LLM:
 def test_one_row(
     folder: Path, graphs: list[Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], is_portable: bool
 ) -> None:
-    """A row ends a window where a multiple of 16 tokens is reached, and chooses from 257 on."""
+    """A row alone ends a window at each multiple of 16 tokens, and chooses blocks from 257 tokens on."""
     from cpmrt.cuda.step.lengths import Lengths
 
     monkeypatch.setenv("CPMRT_PORTABLE", str(int(is_portable)))
@@ -76,7 +76,7 @@ def test_one_row(
 def test_one_row_that_grows_long(
     tmp_path: Path, graphs: list[Any], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], is_portable: bool
 ) -> None:
-    """With clusters there is a graph for a row that sees at most 2,048 keys."""
+    """A row gives the same bits when it grows long; with clusters there is a graph for one of at most 2,048 keys."""
     from cpmrt.cuda.step.lengths import Lengths
 
     monkeypatch.setenv("CPMRT_PORTABLE", str(int(is_portable)))
@@ -86,7 +86,7 @@ def test_one_row_that_grows_long(
         executor: Any = llm.executor
         found, other = answer(llm, prompt, params), BOTH if is_sparse else ANY_ROWS
         short = replace(other, length="short") if executor.device.capability >= 90 else other
-        last = ANY_ROWS if is_sparse else short  # a window of compressed keys ends there
+        last = ANY_ROWS if is_sparse else short  # there a window of compressed keys ends
         assert graphs[:15] == [(1, kind, False) for kind in [short] * 8 + [last] + [other] * 6]
         monkeypatch.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
         answer(llm, prompt[::-1], params)  # leaves other keys
@@ -98,7 +98,7 @@ def test_one_row_that_grows_long(
 def test_a_row_under_a_form_or_a_screen_that_grows_long(
     graphs: list[Any], monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any]
 ) -> None:
-    """Their steps are launched as others are, with the same bits."""
+    """Steps under a form or with a screened head choose their graphs as other steps do, with the same bits."""
     from cpmrt.cuda.step.lengths import Lengths
     from cpmrt.cuda.step.masks import MaskedGraphs
 
@@ -125,7 +125,7 @@ def test_a_row_under_a_form_or_a_screen_that_grows_long(
 
 @pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}], ids=str)
 def test_several_rows(folder: Path, graphs: list[Any], settings: dict[str, Any]) -> None:
-    """All of them are dense, then only some, then none."""
+    """Several rows give the same bits while all of them are dense, then only some, then none."""
     prompts = [text(100 + 30 * number, number, BASE["vocab_size"]) for number in range(4)]
     with opened(folder, **settings) as llm:
         alone = [answer(llm, prompt, PARAMS) for prompt in prompts]
@@ -135,8 +135,8 @@ def test_several_rows(folder: Path, graphs: list[Any], settings: dict[str, Any])
 
 
 def chosen_trees(monkeypatch: pytest.MonkeyPatch) -> list[RowKind]:
-    """Return a list of the kinds of the nodes of all trees from now on."""
-    from cpmrt.cuda.draft.speculation import Speculation  # which needs CuPy
+    """Return a list that fills with the row kind of each tree from now on."""
+    from cpmrt.cuda.draft.speculation import Speculation  # this module needs CuPy
 
     kinds, real = list[RowKind](), Speculation.speculate
 
@@ -149,7 +149,7 @@ def chosen_trees(monkeypatch: pytest.MonkeyPatch) -> list[RowKind]:
 
 
 def test_trees(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes are dense while those that are deepest can be, and not from then on."""
+    """A tree's nodes are launched as dense rows only while its deepest nodes are certainly dense."""
     kinds = chosen_trees(monkeypatch)
     prompt = text(200, 1, BASE["vocab_size"])
     with opened(folder) as llm:

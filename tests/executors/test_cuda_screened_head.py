@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_whole_head(pair: tuple[LLM, LLM]) -> None:
     plain, screened = pair
     prompts = PROMPTS * max(plain.executor.limits.max_sequences // 16, 1)
     assert tokens(screened, 640, WISHES, prompts) == tokens(plain, 640, WISHES, prompts)
-    for prompt in PROMPTS[:2]:  # alone, and so with one row
+    for prompt in PROMPTS[:2]:  # alone: steps of one row
         assert tokens(screened, 250, WISHES[:2], (prompt,)) == tokens(plain, 250, WISHES[:2], (prompt,))
 
 
@@ -66,7 +66,7 @@ def test_requests_that_need_all_logits_beside_others(pair: tuple[LLM, LLM]) -> N
 
 @pytest.mark.parametrize("wish", WISHES, ids=str)
 def test_every_step_is_screened(pair: tuple[LLM, LLM], wish: dict[str, Any]) -> None:
-    """Those with a tree too, whatever they accept."""
+    """Every step is screened, also those with a tree, whatever they accept."""
     plain, screened = pair
     params = SamplingParams(max_new_tokens=100, ignore_eos=True, **wish)
     stats = screened.generate(PROMPTS[1], params).stats
@@ -76,7 +76,7 @@ def test_every_step_is_screened(pair: tuple[LLM, LLM], wish: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("shape", ["minicpm4-0.5b"])
 def test_random_weights(shape: str) -> None:
-    """Logits of random weights lie close to each other: many candidates."""
+    """Tokens are the same with random weights, whose logits are close to each other and give many candidates."""
     with shape_folder(shape, {}) as folder:
         settings: dict[str, Any] = {"executor": "cuda", "load_format": "dummy", "max_context": 4096}
         answers = []

@@ -27,7 +27,7 @@ def any_checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "nope"])
 def checkpoint(request, tmp_path_factory):
-    """Blocks are chosen by keys after RoPE, or by those before it."""
+    """A sparse model that chooses blocks by keys after RoPE, or by those before it."""
     sparse = {"sparse_config": SPARSE | {"use_nope": request.param}}
     return write_model(tmp_path_factory.mktemp("minicpm"), BASE | ROWS["minicpm"] | sparse)
 
@@ -48,7 +48,7 @@ def plain(checkpoint):
 
 
 def distances(one: Any, other: Any) -> Any:
-    """Of each row of logits from that of the other."""
+    """Return the relative distance of each row of `one` from that of `other`."""
     assert np.isfinite(one).all()
     return np.linalg.norm(one - other, axis=1) / np.linalg.norm(other, axis=1)
 
@@ -57,8 +57,10 @@ def distances(one: Any, other: Any) -> Any:
 @pytest.mark.parametrize("use_nope", [False, True], ids=["", "nope"])
 @pytest.mark.parametrize("chunk", [64, 128, 512])
 def test_logits_are_those_of_the_reference(any_checkpoint, chunk, use_nope):
-    """But for rows whose choice between nearly equal blocks is another; dense logits are far away, and so are those of
-    a choice by the other keys."""
+    """Logits are near the reference's, but for rows that choose another of nearly equal blocks.
+
+    Dense logits are far away, and so are those of a choice by the other keys.
+    """
     sparse, other = {"use_nope": use_nope}, {"use_nope": not use_nope}
     with open_llm(any_checkpoint, executor="reference", sparse=sparse) as reference:
         expected = reference.logits(LONG)
@@ -100,7 +102,7 @@ def test_a_model_on_the_path_of_older_gpus(any_checkpoint, monkeypatch, use_nope
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [64, 256])
 def test_everything_selected_is_dense_to_the_bit(any_checkpoint, chunk):
-    """The sparse kernels run, as the context could be longer, but every token of this text sees all before it."""
+    """The sparse kernels give the dense bits for a text whose tokens all attend to everything before them."""
     settings = {"prefill_chunk": chunk}
     with (
         open_llm(any_checkpoint, sparse={"topk": 12}, **settings) as llm,
@@ -121,8 +123,8 @@ def test_below_dense_len_it_is_dense_to_the_bit_and_above_it_is_not(checkpoint, 
     ):
         sparse_logits, dense_logits = llm.logits(LONG), dense.logits(LONG)
         before_rope = llm.config.attention.sparse.use_nope
-    # Keys before RoPE are kept by a kernel of its own, between which and the product q and k are rounded: always for
-    # many rows, only then for few.
+    # A separate kernel keeps keys before RoPE, and q and k are rounded between it and the product. Dense attention
+    # rounds them there for many rows only, so small chunks differ.
     if before_rope and chunk == 64:
         assert distances(sparse_logits[:400], dense_logits[:400]).max() < 0.02
     else:
@@ -142,7 +144,7 @@ def test_sequences_together(checkpoint, plain):
 
 @pytest.mark.gpu
 def test_the_prefix_cache_shares_compressed_keys(checkpoint):
-    """Pages of earlier texts bring theirs; a window over the seam takes keys from both sides."""
+    """Cached pages bring their compressed keys; a window over their end takes keys from both sides."""
     tails = ([], [7], [8, 9])
     with open_llm(checkpoint, prefix_cache=False) as llm:
         whole = texts(branching(llm))
@@ -157,7 +159,7 @@ def test_the_prefix_cache_shares_compressed_keys(checkpoint):
 @pytest.mark.gpu
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_speculation_leaves_what_decoding_leaves(checkpoint, params):
-    """Tokens, and compressed keys of windows that end in accepted paths and beside them."""
+    """Speculation leaves plain decoding's tokens and compressed keys, also of windows that end in accepted paths."""
     found = []
     speculative = {"draft": "lookup", "speculate": {"num_passes": 6, "adaptive": False}}
     for settings in ({}, speculative, speculative | {"cuda_graphs": False}):
@@ -170,7 +172,7 @@ def test_speculation_leaves_what_decoding_leaves(checkpoint, params):
     if params is GREEDY:
         assert out.stats.mean_accept_length > 1.5
     tokens, pages, table = found[0]
-    num_written = len(LONG) + len(tokens) - 1  # the last token's key is not there
+    num_written = len(LONG) + len(tokens) - 1  # the last token has no key yet
     for other_tokens, other_pages, other_table in found[1:]:
         assert other_tokens == tokens
         for name in pages:
@@ -182,6 +184,9 @@ def test_speculation_leaves_what_decoding_leaves(checkpoint, params):
 
 
 def flat(pages: Any, table: Any) -> Any:
-    """Pages [layers, P, K, entries, D] or [layers, P, K, D] -> the slot's entries in order, [layers, entries, K, D]."""
+    """Return the slot's entries in order, [layers, entries, K, D].
+
+    `pages` are [layers, P, K, entries, D] or [layers, P, K, D].
+    """
     pages = pages[:, table] if pages.ndim == 5 else pages[:, table][:, :, :, None]
     return pages.transpose(0, 1, 3, 2, 4).reshape(len(pages), -1, pages.shape[2], pages.shape[4])

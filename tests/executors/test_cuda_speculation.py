@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 TREES = [(2, 4, 6), (3, 2, 8), (1, 4, 5), (4, 10, 32)]
 CHAINS = [(4, 1, 5), (1, 1, 2), (3, 1, 3)]
 WIDE, FP8 = ", wide", ", fp8"
-"""Behind a row's name: in the sizes of 4-bit weights; with keys and values in fp8."""
+"""Suffixes of a row's name, for a model in the sizes of 4-bit weights and for keys and values in fp8."""
 SPARSE = {"topk": 3, "window_size": 64, "init_blocks": 1, "dense_len": -1}
 W4 = {"bits": 4, "group_size": 64, "quant_method": "gptq", "desc_act": False, "sym": True}
 RANDOM = np.random.default_rng(11)
@@ -50,7 +50,7 @@ def write(folder, config):
 
 @pytest.fixture(scope="module")
 def open_llm(tmp_path_factory):
-    """Random weights: a target of ROWS, quantised or not, with a draft (None: without)."""
+    """A function that opens a target of ROWS with random weights, quantised or not, with a draft (None: without)."""
     root, opened = tmp_path_factory.mktemp("models"), []
 
     def open_one(row, draft=None, *, is_w4=False, is_draft_w4=None, wishes=None, **settings):
@@ -69,7 +69,7 @@ def open_llm(tmp_path_factory):
             given = {"speculate": {"shapes": shapes, "adaptive": False} | (wishes or {}), "draft": "lookup"}
         if draft not in (None, "lookup"):
             own = {key: value for key, value in config.items() if draft != "eagle3" or key != "scale_depth"}
-            if draft == "dspark":  # a scale of its own layers means nothing to it, nor has it sparse attention
+            if draft == "dspark":  # it has no residual scale and no sparse attention
                 own = {key: own[key] for key in own if key not in ("scale_depth", "sparse_config", "rope_scaling")}
             if draft != "model":
                 own = {key: value for key, value in own.items() if not key.startswith("num_experts")}
@@ -89,7 +89,7 @@ def open_llm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(open_llm):
-    """What plain decoding gives."""
+    """A function that returns what plain decoding gives for a target, a prompt and settings."""
 
     @cache
     def expected(row, is_w4, dtype, prompt, name):
@@ -104,7 +104,7 @@ def plain(open_llm):
 
 
 def check(executor, plain, key):
-    """Every prompt and setting; the mean length of what was accepted."""
+    """Check the tokens of every prompt and setting; return the mean number of tokens of a step."""
     num_shapes, accepted, case = len(executor.limits.tree_shapes), [], 0
     for prompt in PROMPTS:
         for name, sampling in SETTINGS.items():
@@ -124,7 +124,7 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding(open_llm, plain, draft,
 
 
 def check_together(executor, alone, count):
-    """Sequences of several lengths and settings get what they get alone, by steps of every shape that takes so many."""
+    """Check that `count` sequences get what each gets alone, by steps of every shape that takes so many."""
     cases = [(PROMPTS[slot % 4], list(SETTINGS.values())[slot % 5], 9 + 3 * slot) for slot in range(count)]
     shapes = executor.limits.shapes_for(count)
     assert shapes
@@ -159,7 +159,7 @@ def test_several_sequences_of_other_models_and_settings(open_llm, row, is_w4, se
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("draft", ["eagle2", "lookup"])
 def test_several_sequences_up_to_the_last_position_of_the_context(open_llm, draft, kv_dtype):
-    """Each at a distance of its own: nobody's keys land in another's pages."""
+    """Sequences that reach the end of the context at different steps write no keys to each other's pages."""
     settings = {"max_context": 134, "dtype": "bfloat16", "kv_dtype": kv_dtype}
     executor = open_llm("minicpm", draft, max_sequences=4, **settings).executor
     alone, text = open_llm("minicpm", **settings).executor, PROMPTS[3] * 2
@@ -171,7 +171,7 @@ def test_several_sequences_up_to_the_last_position_of_the_context(open_llm, draf
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_with_keys_and_values_in_fp8(open_llm, plain, draft, dtype):
-    """Prompts end so that trees begin pages at the root or among their nodes."""
+    """Tokens are those of plain decoding in fp8, with trees whose root or later nodes begin a page."""
     executor = open_llm(f"minicpm{FP8}", draft, dtype=dtype).executor
     check(executor, plain, (f"minicpm{FP8}", False, dtype))
 
@@ -187,7 +187,7 @@ def test_other_models_and_settings_in_fp8(open_llm, plain, row, is_w4, settings)
 
 
 def test_a_bundled_model_in_fp8_is_drafted_for_as_one_in_16_bits():
-    """Its own draft, and itself with pages of 16 bits: nearly every token is accepted, over three borders of pages."""
+    """A bundled model in fp8 accepts many drafts, of itself with 16-bit pages and of its EAGLE draft, over 3 pages."""
     demo, greedy = str(ModelFolder.open(None).path), Sampling()
     with LLM(executor="cuda", kv_dtype="fp8") as llm:
         expected = generate(llm.executor, PROMPTS[1], greedy, count=200)
@@ -206,7 +206,7 @@ BESIDE = {
 @pytest.mark.parametrize("draft", BESIDE)
 @pytest.mark.parametrize(("is_w4", "lookup"), [(False, 4), (False, 11), (True, 40)])
 def test_a_lookup_beside_a_draft(open_llm, plain, draft, is_w4, lookup):
-    """Over random prompts, and over one that repeats itself, where chains are long and the draft has much to see."""
+    """A lookup beside a draft changes no token of random prompts, nor of a repeating one, where chains are long."""
     wishes = {"shapes": BESIDE[draft], "lookup": lookup}
     executor = open_llm("minicpm", draft, is_w4=is_w4, dtype="bfloat16", wishes=wishes).executor
     key = ("minicpm", is_w4, "bfloat16")
@@ -218,7 +218,7 @@ def test_a_lookup_beside_a_draft(open_llm, plain, draft, is_w4, lookup):
 
 
 def test_the_bundled_model_edits_code_in_long_steps():
-    """The tokens are those without a draft, and a step gives more than either draft alone."""
+    """Tokens are those without a draft, and steps with both drafts give at least as many as with either alone."""
     source = "def read_lines(path, encoding):\n    lines = []\n    with open(path, encoding=encoding) as file:\n"
     source += "        for line in file:\n            lines.append(line.rstrip())\n    return lines\n\n\n"
     params, means, tokens = SamplingParams(max_new_tokens=80, ignore_eos=True), [], []
@@ -281,7 +281,7 @@ def test_graphs_and_dependent_launches_do_not_matter(open_llm, plain, settings):
 
 
 def test_a_draft_that_is_the_target_itself_is_always_right():
-    """Every drafted token is accepted: the draft's pages and positions are those of the target."""
+    """Every drafted token is accepted, as the draft's pages and positions are those of the target."""
     wishes = {"shapes": CHAINS, "adaptive": False}
     with LLM(executor="cuda", draft=str(ModelFolder.open(None).path), prefill_chunk=64, speculate=wishes) as llm:
         for prompt in PROMPTS:
@@ -291,7 +291,7 @@ def test_a_draft_that_is_the_target_itself_is_always_right():
 
 @pytest.mark.parametrize("draft", ["itself", "eagle2", "eagle3", "lookup"])
 def test_a_draft_knows_as_much_of_several_sequences(draft):
-    """Steps of several give each sequence what its own steps would: not only the tokens but as many of them."""
+    """Steps of several sequences give each the tokens that steps of its own would, and as many at a time."""
     demo, wishes = str(ModelFolder.open(None).path), {"shapes": CHAINS if draft in ("itself", "lookup") else TREES}
     given = {"draft": demo if draft == "itself" else draft, "speculate": wishes | {"adaptive": False}}
     with LLM(executor="cuda", max_sequences=5, prefill_chunk=64, **given) as llm:
@@ -309,7 +309,7 @@ def test_a_draft_knows_as_much_of_several_sequences(draft):
 
 
 def test_many_plain_steps_between():
-    """More tokens wait for the draft than it keeps states of; afterwards it is as good as it was."""
+    """A draft is as good as before after more plain tokens than it keeps hidden states of."""
     demo, greedy = ModelFolder.open(None).path, Sampling()
     with LLM(executor="cuda") as llm:
         expected = generate(llm.executor, PROMPTS[1], greedy, count=240)[0][0]
@@ -328,7 +328,7 @@ def test_many_plain_steps_between():
 @pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
 @pytest.mark.parametrize(("max_context", "kv_dtype"), [(128, "auto"), (134, "auto"), (128, "fp8"), (134, "fp8")])
 def test_up_to_the_last_position_of_the_context(open_llm, draft, max_context, kv_dtype):
-    """No keys are written past the pages of the slot: its neighbour's text stays what it was."""
+    """No keys are written past a slot's pages: its neighbour's tokens are those without a draft."""
     settings = {"max_context": max_context, "max_sequences": 2, "dtype": "bfloat16", "kv_dtype": kv_dtype}
     prompt, other = (PROMPTS[3] * 2)[: max_context - 20], PROMPTS[1]
     count = max_context - len(prompt)
@@ -356,7 +356,7 @@ def test_stop_tokens_and_limits_inside_a_path():
 
 @pytest.mark.parametrize("draft", ["eagle2", "eagle3", "lookup"])
 def test_the_bundled_model_by_way_of_the_engine(draft):
-    """Adaptive, streamed, sampled and greedy, alone and beside others; and drafts that are often right."""
+    """The engine gives the tokens without a draft, adaptive or not, alone or among others, and accepts many drafts."""
     prompts = ["def read_lines(path):\n", "class Stack:\n    def push(self", "import os\n\n\ndef walk("]
     wishes = [SamplingParams(max_new_tokens=120), SamplingParams(max_new_tokens=120, temperature=0.7, seed=3)]
     with LLM(executor="cuda", max_sequences=4) as llm:
@@ -395,7 +395,7 @@ def test_long_steps_are_few_in_flight():
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("draft", ["eagle2", "eagle3"])
 def test_the_draft_is_the_reference_executors(draft, kv_dtype):
-    """As good: what is accepted on the bundled model, step by step, hardly ever differs."""
+    """On the bundled model most steps accept as many tokens as those of the reference executor."""
     lengths = {}
     for executor in ("cuda", "reference"):
         with LLM(executor=executor, draft=draft, dtype="float16", max_context=512, prefill_chunk=64, kv_dtype=kv_dtype,
@@ -404,5 +404,5 @@ def test_the_draft_is_the_reference_executors(draft, kv_dtype):
             tokens, lengths[executor] = generate(llm.executor, tuple(ids), Sampling(), (0,), count=60)
     common = min(map(len, lengths.values()))
     agreeing = sum(a == b for a, b in zip(*(found[:common] for found in lengths.values()), strict=True))
-    # Codes of 8 bits flip with the last bit of what they round: 21 of 27 steps agreed on an H200.
+    # fp8 codes change with the last bit of the values that they round: 21 of 27 steps agreed on an H200.
     assert agreeing >= (0.7 if kv_dtype == "fp8" else 0.8) * common, lengths

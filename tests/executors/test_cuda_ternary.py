@@ -1,4 +1,4 @@
-"""Ternary checkpoints on the CUDA executor: beside the reference and beside 16 bits, in any company, refused if odd."""
+"""Ternary checkpoints on the CUDA executor: near the reference and 16 bits, in any company, refused if malformed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bundled model on a GPU in many threads, most of which have never used CUDA; embeddings against NumPy."""
+"""The bundled model on a GPU in many threads, most of which have not used CUDA; embeddings compared with NumPy."""
 
 import asyncio
 import random

@@ -19,7 +19,7 @@ def demo():
 
 
 def returning_function(text):
-    """The first complete function in `text`, if it has more than one statement and returns something."""
+    """Return the first complete function in `text` if it has several statements and a return, else None."""
     lines = text.splitlines()
     for end in range(len(lines), 1, -1):
         try:
@@ -33,7 +33,10 @@ def returning_function(text):
 
 
 def test_it_writes_functions_that_parse_and_return(demo):
-    """Which ones do depends on the last bits of the logits, and so on the machine: of 12, 7 to 9 did on three."""
+    """At least 4 of 12 samples are functions that parse and return.
+
+    Which ones depends on the last bits of the logits, and so on the machine: on three machines 7 to 9 were.
+    """
     prompt = "def read_lines(path):"
     params = [SamplingParams(max_new_tokens=128, temperature=0.6, top_p=0.95, seed=seed) for seed in range(12)]
     answers = demo.generate([prompt] * len(params), params)
@@ -106,7 +109,7 @@ print(json.dumps([max(rates), peak_kib / 1024]))
 
 @pytest.mark.all
 def test_speed_and_memory():
-    """At least 25 tokens a second and under 400 MB; the same figures as `cpmrt generate` prints."""
+    """The model makes at least 25 tokens a second in under 400 MB, measured as `cpmrt generate` does."""
     # A fresh process, so that neither pytest's memory nor its other tests' arrays count.
     run = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, env=os.environ)
     tokens_per_s, peak_mib = json.loads(run.stdout)

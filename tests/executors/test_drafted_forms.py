@@ -1,4 +1,4 @@
-"""Answers under a form are the same bits with any draft: real grammars, each kind of draft, alone and beside others."""
+"""Answers under a form have the same bits with any draft: real grammars, every kind of draft, alone or with others."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """The target, whose 24 tokens are letters and signs, in the folder of which each draft has its own."""
+    """A folder of the target, whose 24 tokens are letters and signs, and of its drafts, each in a folder of its own."""
     root = write_all(tmp_path_factory.mktemp("drafts"))
     texts = ["<s>", "</s>", *'{}[]":,', "Ġ", *"012abcxy=+", "ab", ",Ġ"]
     vocab = {text: number for number, text in enumerate(["<pad>", *texts])}
@@ -73,7 +73,7 @@ def brief(forms=FORMS, settings=SETTINGS):
 
 
 def answers(llm, params, prompt=BRIEF_PROMPT):
-    """The tokens, log-probabilities, text and end of each, one after the other."""
+    """Generate one answer after the other; return the tokens, log-probabilities, text and finish reason of each."""
     found = [llm.generate(prompt, one) for one in params]
     return [(answer.token_ids, answer.logprobs, answer.text, answer.finish_reason) for answer in found]
 
@@ -119,7 +119,7 @@ def test_a_draft_changes_no_bit(root, plain, draft):
     "draft", ["eagle2", *(pytest.param(name, marks=pytest.mark.all) for name in ("eagle3", "lookup"))]
 )
 def test_some_of_several_sequences_have_forms(root, plain, draft):
-    """They decode together, and the last one is drafted for."""
+    """Sequences with and without forms decode together, with a draft, and each gets the tokens that it gets alone."""
     folder, speculate = DRAFTS[draft]
     free = [SamplingParams(temperature=1.0, seed=seed, max_new_tokens=15, ignore_eos=True) for seed in range(4)]
     mixed = [one for pair in zip(brief()[::5], free, strict=False) for one in pair] + [brief()[-2]]
@@ -133,7 +133,7 @@ def test_some_of_several_sequences_have_forms(root, plain, draft):
 
 
 def wishes(num_schemas, regexes, grammars):
-    """Forms for the bundled model, with all that samples in turn."""
+    """Return sampling parameters with forms for the bundled model, and the settings of sampling in turn."""
     forms = [{"json_schema": schema} for schema in schemas(num_schemas, seed=4)]
     forms += [{"regex": regex} for regex in regexes] + [{"grammar": grammar} for grammar in grammars]
     settings = [{"temperature": 1.0}, {}, {"temperature": 0.8, "repetition_penalty": 1.1, "logprobs": 1}]
@@ -156,7 +156,7 @@ def test_the_bundled_model_and_its_draft():
 
 @pytest.mark.all
 def test_all_forms_with_the_bundled_model():
-    """300 schemas, 100 regular expressions and 30 grammars, with the draft that the model comes with."""
+    """300 schemas, 100 regular expressions and 30 grammars give the same bits with the model's own draft."""
     check_bundled(wishes(300, REGEXES, LARK_GRAMMARS), [{"draft": "eagle2"}])
 
 
@@ -167,7 +167,7 @@ def test_other_drafts_with_the_bundled_model():
 
 
 def test_forms_of_thoughts_and_loops_with_drafts(root):
-    """A pause, for a thought that is over, in every place of a step of several tokens."""
+    """Tokens stay the same if the thinking budget ends, and the sequence pauses, in any place of a drafted step."""
     params = replace(brief()[6], max_new_tokens=40)
     with opened(root / "target") as plain, opened(root / "target", str(root / "target"), CHAIN) as drafted:
         for budget in range(1, 12, 4):

@@ -1,7 +1,7 @@
-"""A DSpark draft on either executor: what it keeps of the target's states, what a block stores, and that it is right.
+"""A DSpark draft on either executor: what it stores of the target's states and in blocks, and that it is right.
 
-The target knows the last token only, so its greedy text is a walk that the draft's Markov head has learnt. What the
-draft's layers store depends on the whole text all the same.
+The target's logits depend on the last token only, so the draft's Markov head knows its greedy text. What the draft's
+layers store still depends on the whole text.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_a_draft_that_knows_what_follows_is_always_right(opened, executor, wishe
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_blocks_under_masks(opened, executor):
-    """The chain of a block is cut where a mask leaves its path out, and as long as ever where none does."""
+    """A block's chain is cut where masks leave out its path, and keeps its length where they do not."""
     one = opened(executor)
     (first,) = prefill(one, 0, PROMPT, SETTINGS["greedy"], count=40, table=(0, 1)).token_ids
     emitted, lengths = [first], []
@@ -115,7 +115,7 @@ def test_blocks_under_masks(opened, executor):
 
 
 def pages_after(executor, steps):
-    """What the draft's pages hold of the text and of the last block, and the tokens of the steps."""
+    """Return the tokens of the steps, and what the draft's pages hold of the text and of the last block."""
     tokens = list(prefill(executor, 0, PROMPT, SETTINGS["greedy"], count=100, table=(0, 1)).token_ids)
     for step in steps:
         base = len(PROMPT) + len(tokens) - 1
@@ -124,7 +124,7 @@ def pages_after(executor, steps):
     parts = []
     for name in ("draft.k_pages", "draft.v_pages"):
         array = np.asarray(found[name])
-        heads = np.moveaxis(array, 2, 1)  # layers, heads, pages, tokens, elements
+        heads = np.moveaxis(array, 2, 1)  # axes: layers, heads, pages, tokens, elements
         parts.append(heads.reshape(*heads.shape[:2], -1, heads.shape[-1])[:, :, : base + BLOCK])
     return tokens, parts
 
@@ -138,7 +138,7 @@ STEPS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("steps", STEPS)
 def test_both_executors_keep_the_same(opened, steps):
-    """Keys of the text come from tapped states, those of the block's second layer from rows that saw each other."""
+    """Both executors store the same keys: the text's from tapped states, a block's from rows that see each other."""
     (tokens, ours), (expected, theirs) = (pages_after(opened(kind), STEPS[steps]) for kind in ("cuda", "reference"))
     assert tokens == expected
     for mine, reference in zip(ours, theirs, strict=True):

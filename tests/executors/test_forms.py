@@ -31,7 +31,7 @@ def llm():
 
 
 def check_schemas(llm, wanted):
-    """Every answer that has ended parses and validates; alone and 16 at a time give the same bits."""
+    """Check that answers that have ended validate, and that every tenth is the same alone and among 16."""
     params = [
         SamplingParams(json_schema=schema, temperature=1.0, seed=number, max_new_tokens=160)
         for number, schema in enumerate(wanted)
@@ -109,7 +109,7 @@ def test_choices_are_taken_as_they_are(llm):
     {"grammar": 'root ::= "so: <|im_start|>" "!"'},
 ])  # fmt: skip
 def test_names_of_special_tokens_are_spelled_out(llm, form, logprobs):
-    """They are certain, and the tokenizer would make the tokens of them that end an answer or a turn."""
+    """Certain text that is a special token's name is spelled out, though the tokenizer would make that token of it."""
     answer = llm.generate(PROMPT, SamplingParams(**form, logprobs=logprobs))
     text = r"<\|im_end\|>|a<s>[bc]|\"x</s>y<unk>\"|so: <\|im_start\|>!"
     assert re.fullmatch(text, answer.text) and answer.finish_reason == "stop"
@@ -117,7 +117,7 @@ def test_names_of_special_tokens_are_spelled_out(llm, form, logprobs):
 
 
 def test_a_grammar_may_ask_for_a_special_token_itself(llm):
-    """A certain one between texts is a single token."""
+    """A special token that a grammar asks for between texts is that single token."""
     answer = llm.generate(PROMPT, SamplingParams(grammar='start: "ab" <|im_start|> "cd" /[xy]/'))
     assert re.fullmatch("abcd[xy]", answer.text) and llm.tokenizer.token_id("<|im_start|>") in answer.token_ids
 
@@ -177,7 +177,7 @@ def test_a_short_limit_ends_inside_the_form(llm):
 
 
 def test_a_thought_comes_before_the_form(llm):
-    """The prompt opens a thought; its budget ends it, with the marker, and only then the form binds."""
+    """A form binds only after the thought that the prompt opens, which the budget ends with the marker."""
     params = SamplingParams(choices=["qqq", "zzz"], max_thinking_tokens=9, max_new_tokens=80, temperature=1.0)
     free, marker, answer = llm.generate("Well: <think>", params).text.partition("</think>")
     assert marker and answer.strip() in params.choices and answer.startswith("\n\n")
@@ -189,7 +189,7 @@ def test_a_thought_comes_before_the_form(llm):
 
 
 def test_a_pause_inside_the_form_goes_on_with_it(llm):
-    """A budget for thoughts that runs out where none is open stops the sequence for a moment."""
+    """A form goes on after a pause, which a thinking budget causes when it runs out, even with no thought open."""
     params = SamplingParams(json_schema=schemas(9)[2], temperature=1.0, seed=5, max_new_tokens=120)
     whole = llm.generate(PROMPT, params)
     assert whole.finish_reason == "stop"
@@ -220,7 +220,7 @@ def test_models_of_pydantic_are_schemas(llm):
 
 
 def test_a_prompt_that_is_cached_begins_its_form_anew(llm):
-    """Two forms behind one prompt of some pages, each twice, are what they are where nothing is reused."""
+    """Two forms after one cached prompt, each asked twice, give the tokens that they give without a cache."""
     prompt = "To whom it may concern: " * 12 + PROMPT
     forms = [{"json_schema": schemas(3, seed=6)[2]}, {"regex": "[a-z]{4,9}-[0-9]{2}"}] * 2
     params = [SamplingParams(**form, temperature=1.0, seed=5, max_new_tokens=60) for form in forms]
@@ -231,7 +231,7 @@ def test_a_prompt_that_is_cached_begins_its_form_anew(llm):
 
 
 def test_certain_tokens_save_steps(llm):
-    """A call of a tool with three arguments: at least a quarter of the steps of plain decoding are saved."""
+    """Certain tokens save at least a quarter of the steps of a tool call with three arguments."""
     schema = {
         "type": "object",
         "properties": {
@@ -257,7 +257,7 @@ def test_certain_tokens_save_steps(llm):
 
 @pytest.mark.parametrize("count", [1, 7, 300])
 def test_masked_sampling_is_renormalised_sampling(count):
-    """Chi-square over 4000 seeds against the probabilities of the allowed tokens, renormalised."""
+    """Sampling under a mask follows the renormalised probabilities: a chi-square test over 4000 seeds."""
     draw = np.random.default_rng(count)
     logits = draw.normal(0, 2, 1000).astype(np.float32)
     allowed = np.zeros(1000, bool)
@@ -321,7 +321,7 @@ def test_a_wrong_regex_is_told_what_is_wrong(llm, regex, says):
 
 
 def test_a_form_that_becomes_too_complex_ends_its_answer(llm):
-    """Repeats of repeats compile, and what they may go on with cannot be found out in time."""
+    """A form that compiles, but whose next tokens cannot be found in time, ends its answer with an error."""
     other = llm.generate(PROMPT, SamplingParams(max_new_tokens=5))
     begun = perf_counter()
     with pytest.raises((FormError, RequestError), match="too many|too complex"):
@@ -331,7 +331,7 @@ def test_a_form_that_becomes_too_complex_ends_its_answer(llm):
 
 
 def test_masks_at_the_same_time_change_no_answer_and_no_error(llm, monkeypatch):
-    """Of sixteen answers that decode together one becomes too complex; the others are what they are alone."""
+    """When one of sixteen answers becomes too complex, the others are what they are alone."""
     forms = [{"regex": f"[a-z ]{{{20 + number},60}}"} for number in range(9)]
     forms += [{"json_schema": schema} for schema in schemas(6, seed=3)]
     wanted = [SamplingParams(**form, temperature=1.0, max_new_tokens=40, seed=seed) for seed, form in enumerate(forms)]
@@ -354,7 +354,7 @@ def test_masks_at_the_same_time_change_no_answer_and_no_error(llm, monkeypatch):
 
 
 def test_a_slow_form_holds_nobody_up(llm):
-    """While sixteen letters in any order are compiled, which takes a second or so, another thread gets its answers."""
+    """Another thread gets answers while a form compiles for about a second: sixteen letters in any order."""
     slow = {"allOf": [{"type": "string", "pattern": f".*{letter}.*"} for letter in "abcdefghijklmnop"]}
     llm.generate(PROMPT, SamplingParams(max_new_tokens=2))
     with ThreadPoolExecutor(1) as pool:
@@ -368,7 +368,7 @@ def test_a_slow_form_holds_nobody_up(llm):
 
 
 def test_compiling_ends_at_its_limit(llm, monkeypatch):
-    """Two compilations that hang are given up, each by whoever waits for it, and a third is not even begun."""
+    """Threads give up waiting for two compilations that hang, and a third one is not begun."""
     released = Event()
     monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.05)
     monkeypatch.setattr(grammars.Grammars, "_compile", lambda self, form: released.wait(10))
@@ -394,7 +394,7 @@ def test_a_thread_that_cannot_begin_keeps_no_other_form_from_being_compiled(llm,
 
 
 def test_a_form_is_compiled_once(llm, monkeypatch):
-    """Forms, and what is wrong with one, are kept; the one used least recently goes first."""
+    """Compiled forms and the errors of wrong ones are kept; the least recently used is dropped first."""
     own, compiled = grammars.Grammars(llm.tokenizer, llm.tokenizer.eos_token_ids), []
     compile_form = grammars.Grammars._compile
 
@@ -425,7 +425,7 @@ def test_without_the_package_the_error_names_it(llm, monkeypatch):
 
 
 def test_the_first_mask_of_a_new_schema_is_soon_there(llm):
-    """At most 15 ms, in the median, from the schema to the mask of the first token."""
+    """From a new schema to the mask of the first token the median time is at most 15 ms."""
     maker = llm.maker
     maker.grammars.prepare()
     times = []

@@ -50,7 +50,7 @@ def test_drafts_change_no_token(folder, method, dtype):
 
 
 def test_the_state_behind_accepted_drafts_has_the_bits_of_plain_decoding(folder):
-    """This holds over the border of a block too, wherever accepted chains end."""
+    """The state after accepted drafts has plain decoding's bits wherever chains end, also over a block's border."""
     with_draft, plain = open_with(folder, "lookup", dtype="bfloat16"), open_with(folder, dtype="bfloat16")
     num_tokens, ended, states = 1, 0, dict[int, np.ndarray]()
     prefill(plain, 0, LOOP[:62], SETTINGS["greedy"], count=100)
@@ -84,8 +84,10 @@ def whole(folder):
     ("chunk", "reuse", "expected"), [(64, True, BRANCHING_CACHED), (100, "fast", BRANCHING_CACHED_FAST)]
 )
 def test_conversations_that_branch(folder, whole, chunk, reuse, expected):
-    """A text goes on from the last border within an earlier prompt, or within its answer where answers are kept. There
-    are snapshots for all borders of these texts."""
+    """A text goes on from the last snapshot within an earlier prompt, or within its answer if answers are kept.
+
+    There are snapshots for all page borders of these texts.
+    """
     settings = {"prefill_chunk": chunk, "prefix_cache": reuse, "max_sequences": 2}
     with LLM(folder, executor="reference", max_context=512, **settings) as llm:
         outs = branching(llm)
@@ -106,7 +108,7 @@ def test_a_chunk_holds_a_block(folder):
 
 @pytest.mark.parametrize("mixers", [["minicpm4", "lightning-attn", "lightning-attn", "minicpm4"], ["minicpm4"] * 4])
 def test_the_quantiser_refuses_by_name_what_it_would_compute_otherwise(tmp_path, capsys, mixers):
-    """Gates and states are not in its forward: calibration would see other activations."""
+    """The quantiser refuses models with gates and states, which its forward lacks: it would see other activations."""
     folder = write_hybrid(tmp_path / "model", mixer_types=mixers)
     assert main(["quantize", str(folder), str(tmp_path / "out"), "--method", "rtn"]) == 1
     assert "layers of this kind cannot be quantised here" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Answers that are free until they begin to call a tool: where the grammar binds, and that drafts change nothing."""
+"""Answers are free until they begin to call a tool, where the grammar binds, and drafts change none of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def wishes(llm):
-    """Triggers that the free answers say, one in the middle of a token, with grammars that begin with them."""
+    """Free answers, each with parameters whose trigger is a part of it and whose grammar begins with the trigger."""
     made = []
     for seed in range(3):
         shared = {"temperature": 1.0, "seed": seed, "max_new_tokens": 40, "logprobs": seed % 2}
@@ -56,7 +56,7 @@ def test_a_grammar_binds_from_its_trigger_on(llm, wishes):
 
 @pytest.mark.parametrize("length", [63, 64, 65, 128])
 def test_a_grammar_may_refuse_the_first_token_behind_a_full_page(llm, length):
-    """What goes on is a prompt without an answer, all of whose pages are full."""
+    """A grammar may refuse an answer's first token after a full page; the sequence resumes with no answer token."""
     first = llm.tokenizer.encode("ion", add_special_tokens=False)
     assert len(first) == 1
     params = SamplingParams(
@@ -97,7 +97,7 @@ def test_an_answer_without_the_trigger_is_the_free_one(llm):
 
 
 def pieces(llm, text):
-    """Tokens of a text, cut at every third character: such as a model may sample, not only those of its tokenizer."""
+    """Return tokens of a text cut at every third character, as a model may sample but its tokenizer does not give."""
     parts = [text[at : at + 3] for at in range(0, len(text), 3)]
     return [token for part in parts for token in llm.tokenizer.encode(part, add_special_tokens=False)]
 
@@ -112,7 +112,7 @@ def bound_at(trigger, tokens):
 
 @pytest.mark.parametrize("family", MARKERS)
 def test_calls_bind_where_they_begin(family, tmp_path):
-    """With tools and the choice "auto", in the format of each family."""
+    """With tools and the choice "auto" the grammar binds where a call begins, in the format of each family."""
     with tool_llm(tmp_path / "model", family) as llm:
         params = llm.maker.calling(SamplingParams(), TOOLS, ())
         assert params.grammar_trigger == MARKERS[family] and params.form is not None
@@ -132,7 +132,7 @@ def test_calls_bind_where_they_begin(family, tmp_path):
 @pytest.mark.parametrize("before", ["", "\n ", "\n" * 40])
 @pytest.mark.parametrize("thought", [("<think>", "</think>"), ("<|thought_start|>", "</think><|thought_end|>")])
 def test_a_thought_that_the_answer_begins_with_may_say_the_trigger(llm, thought, before):
-    """Its markers are several tokens, as in most vocabularies."""
+    """A thought at an answer's beginning may say the trigger; its markers are several tokens here."""
     params = SamplingParams(grammar='start: "<t>" "x"', grammar_trigger="<t>")
     opening, closing = thought
     begun = f"{before}{opening}I may write <t> or not"
@@ -152,7 +152,7 @@ def test_a_trigger_may_be_the_marker_of_a_thought(llm):
 
 
 def test_a_token_that_goes_wrong_behind_the_marker_is_taken_back(llm):
-    """Tokens of "<tool_call>", the last of which says more than the grammar allows."""
+    """The last token of "<tool_call>" is taken back if it says more than the grammar allows."""
     grammar = grammar_of(HERMES, schemas_of(TOOLS), llm.tokenizer, one_call=True)
     form = SamplingParams(grammar=grammar, grammar_trigger=HERMES.start).form
     trigger = llm.maker.grammars.trigger(form)()
@@ -209,7 +209,7 @@ def test_a_trigger_may_hold_special_tokens_and_parts_of_terminals(llm, grammar, 
 
 
 def test_calls_of_a_model_that_may_call_validate(tmp_path):
-    """The trigger is what this model says anyway; what follows it is a call, in every answer that ends."""
+    """Calls validate in every answer that ends; the trigger is a letter that this model writes anyway."""
     with tool_llm(tmp_path / "model", "hermes") as llm:
         grammar = grammar_of(HERMES, schemas_of(TOOLS), llm.tokenizer, one_call=True).replace(
             'start: call', 'start: "e" call'

@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
-    """A small model of another kind with the same vocabulary."""
+    """A small draft model of another architecture with the same vocabulary."""
     return write_checkpoint(tmp_path_factory.mktemp("draft"), num_hidden_layers=1)
 
 
@@ -72,7 +72,7 @@ def test_chunks_and_reuse_change_no_bit_of_a_page(checkpoint):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_no_bit_of_an_answer(checkpoint, draft, dtype):
-    """Prompts that repeat themselves, so that lookup finds something; logprobs are compared exactly."""
+    """Drafts change no token and no bit of a logprob; prompts repeat themselves, so that lookups find something."""
     prompts = [text(20, seed, VOCAB) * 3 for seed in range(3)]
     with opener(checkpoint, dtype=dtype)() as llm:
         plain = [answer(llm, prompt) for prompt in prompts]
@@ -95,7 +95,7 @@ def small(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_trees_of_a_draft_change_no_bit(small, dtype):
-    """Accepted paths leave out nodes, so that latents move."""
+    """Trees change no bit, also when accepted paths leave out nodes, so that latents move."""
     engine = {"executor": "reference", "prefill_chunk": 16, "max_context": 256, "memory_budget": 1 << 30}
     folder = ModelFolder.open(small / "target")
     shapes = (TreeShape(2, 4, 6), TreeShape(3, 2, 8), TreeShape(4, 2, 9))

@@ -22,7 +22,7 @@ from cpmrt.errors import (
 )
 from cpmrt.executor import Prefill
 
-# More tokens than the tokenizer knows, as in checkpoints with padded rows; and a context that is quickly full.
+# The vocabulary is larger than the tokenizer's, as in checkpoints with padded rows, and the context is soon full.
 SIZES = {"vocab_size": 300, "max_position_embeddings": 256}
 
 
@@ -181,7 +181,7 @@ def test_closed_models_refuse(checkpoint):
 
 @pytest.mark.parametrize(("settings", "is_closed"), [({}, True), ({"draft": "lookup"}, True), ({}, False)])
 def test_memory_is_free_at_once(checkpoint, tmp_path, settings, is_closed):
-    """Who opens one model after the other need not wait for a collection of garbage."""
+    """A model's memory is free at once when it is closed or dropped, without a garbage collection."""
     gc.disable()
     try:
         llm = LLM(checkpoint, executor="reference", prefix_dir=tmp_path, **settings)

@@ -1,4 +1,4 @@
-"""What callers may write and what they get: lists of prompts, choices, embeddings, mistakes with arguments."""
+"""The forms of calls and their results: lists of prompts, choices, embeddings, errors for wrong arguments."""
 
 import copy
 import pickle
@@ -104,7 +104,7 @@ def test_score_takes_text(llm):
 
 
 def test_embeddings_are_the_final_norm_of_the_plain_forward(llm, checkpoint):
-    """Against logits, which an untied head without bias makes of the same states."""
+    """Embeddings are the final norm's states, here recovered from logits, which the head makes of them."""
     from safetensors.numpy import load_file
 
     embedding = load_file(checkpoint / "model.safetensors")
@@ -222,7 +222,7 @@ def test_what_the_package_shows(llm):
 
 
 def _all_errors(kind):
-    """The errors that are defined for users, all in one module."""
+    """Return all subclasses of `kind` in cpmrt.errors, where the errors for users are defined."""
     found = {each for each in kind.__subclasses__() if each.__module__ == "cpmrt.errors"}
     return found.union(*(_all_errors(each) for each in found))
 

@@ -1,4 +1,4 @@
-"""LLM with drafts: whatever drafts, the tokens are those without; and what cannot go together."""
+"""LLM with drafts: any draft gives the tokens without one, and settings that cannot go together are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = "one two one two one two one two one"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """With a smaller model, and the model itself, in folders within it."""
+    """A model whose folder holds a smaller model, and the model itself again, in folders of their own."""
     folder = write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
     write_checkpoint(folder / "small", num_hidden_layers=1)
     write_checkpoint(folder / "itself")
@@ -45,7 +45,7 @@ def test_a_draft_changes_no_token(checkpoint, settings):
 
 
 def test_a_draft_that_is_the_model_itself_is_always_right(checkpoint):
-    """Where it is the likeliest token that counts."""
+    """With greedy decoding every token is accepted if the draft is the model itself."""
     params = SamplingParams(max_new_tokens=25, ignore_eos=True)
     with LLM(checkpoint, executor="reference", draft=checkpoint / "itself", speculate={"num_passes": 3}) as llm:
         stats = llm.generate(PROMPT, params).stats
@@ -55,7 +55,7 @@ def test_a_draft_that_is_the_model_itself_is_always_right(checkpoint):
 
 @pytest.mark.parametrize("wishes", [{}, {"inner": "lookup"}], ids=str)
 def test_no_token_comes_after_the_one_that_completes_a_stop_string(checkpoint, wishes):
-    """Steps of four tokens: the stop string ends in each place of one, and in some across two."""
+    """No token follows a stop string, in whichever place of a step of four tokens it ends, or across two steps."""
     draft = {"draft": checkpoint / "itself", "speculate": {"num_passes": 3, "adaptive": False} | wishes}
     params = SamplingParams(max_new_tokens=25, logprobs=1, ignore_eos=True)
     with LLM(checkpoint, executor="reference") as plain, LLM(checkpoint, executor="reference", **draft) as drafted:
@@ -82,7 +82,7 @@ def test_no_token_comes_after_the_one_that_completes_a_stop_string(checkpoint, w
     ("itself", {"inner": {"draft": "lookup", "num_passes": 2}}),
 ])  # fmt: skip
 def test_several_prompts_together_are_drafted_for(checkpoint, draft, wishes, kv_dtype):
-    """With stop strings, penalties, logprobs and ends of their own; and alone again when the others are done."""
+    """Several prompts are drafted for together, each with its own stop string, penalties, logprobs and length."""
     prompts = [PROMPT, "two two", "one two one", "a b a b a b", "two one two one"]
     params = [
         SamplingParams(max_new_tokens=9 + 5 * number, temperature=0.7 * (number % 2), seed=number, ignore_eos=True,

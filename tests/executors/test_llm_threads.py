@@ -34,7 +34,7 @@ def llm(checkpoint):
 
 @pytest.fixture
 def is_whole(llm):
-    """Every slot and every page is free again."""
+    """A check after the test that every slot and every page is free again."""
     yield
     assert llm.engine.is_idle and llm.shared.is_idle
     assert llm.engine.slots.free == (0,) and llm.engine.cache.pool.num_held == 0
@@ -70,7 +70,10 @@ def test_answers_of_threads_are_those_alone(checkpoint, max_sequences):
 
 
 class Caller:
-    """Makes random calls in one thread; `asks` and `texts` come with the answers that they have alone."""
+    """Makes random calls in one thread and checks their results.
+
+    `asks` and `texts` are pairs and triples of what to ask and the results that it has alone.
+    """
 
     def __init__(self, llm, seed, asks, texts):
         self.llm, self.random, self.asks, self.texts = llm, random.Random(seed), asks, texts
@@ -97,7 +100,7 @@ class Caller:
                 break
         assert found == whole[: len(found)]
         if self.random.random() < 0.3:
-            stream.cycle = stream  # for the garbage collector, whatever thread it runs in
+            stream.cycle = stream  # left to the garbage collector, in whatever thread it runs
 
     def cancel(self):
         with self.llm.stream(*self.random.choice(self.asks)[0]) as stream:
@@ -198,7 +201,7 @@ def test_a_stream_that_is_left_is_cancelled_at_once(llm, leave):
 
 @pytest.mark.usefixtures("is_whole")
 def test_a_stream_may_be_collected_in_the_middle_of_any_step(llm):
-    """The garbage collector runs in the thread that drives, as often as can be."""
+    """An abandoned stream may be collected in any step: here the collector runs as often as possible."""
     alone = llm.generate("abc", SAMPLED).token_ids
     thresholds = gc.get_threshold()
     gc.set_threshold(1)
@@ -290,7 +293,7 @@ def test_a_forked_process_is_told(llm):
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("streams", [False, True])
 def test_ctrl_c_ends_the_call_of_the_main_thread_and_no_other(llm, at, streams):
-    """The interrupt comes while a step's results are handed out: it waits until that is done."""
+    """Ctrl-C ends only the main thread's call, also when it comes while a step's results are handed out."""
     alone, count = llm.generate("other", SAMPLED), [0]
 
     def listener(step, _):
@@ -314,7 +317,7 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_and_no_other(llm, at, streams):
 
 
 def test_ctrl_c_while_another_thread_drives(checkpoint):
-    """The main thread sleeps in `generate`; its request is cancelled, that of the other thread goes on."""
+    """Ctrl-C while the main thread sleeps in `generate` cancels its request; the other thread's request goes on."""
     params = SamplingParams(max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
     with LLM(checkpoint, executor="reference") as llm:
         alone, drives, main = llm.generate("other", params).token_ids, threading.Event(), threading.get_ident()

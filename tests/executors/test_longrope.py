@@ -1,4 +1,4 @@
-"""A checkpoint with two LongRoPE lists: it says so when it is loaded, and short texts can be as in transformers."""
+"""A checkpoint with two LongRoPE lists warns when it is loaded, and can treat short texts as transformers does."""
 
 import warnings
 

@@ -16,7 +16,10 @@ WORK = (Prefill, Decode)
 
 
 class Fails:
-    """Another executor of which one step of a kind fails, when it is submitted or waited for; then all do, if lost."""
+    """An executor around another one: the `number`-th step of some kinds fails, when it is submitted or waited for.
+
+    With `is_lost` all later steps fail too.
+    """
 
     def __init__(self, executor, kinds, number, *, at_submit, is_lost=True):
         self._executor, self.limits = executor, executor.limits
@@ -52,7 +55,7 @@ def params(count):
 
 
 def ends_of(llm, counts):
-    """The reason and the error with which requests of so many tokens end, each read by a thread of its own."""
+    """Return the reason and the error with which requests of so many tokens end, each read by its own thread."""
     inboxes, ends = [EndsInbox() for _ in counts], {}
     for index, (inbox, count) in enumerate(zip(inboxes, counts, strict=True)):
         llm.shared.submit([llm.maker.only_choice([5 + index, 6], params(count))], inbox)
@@ -61,7 +64,7 @@ def ends_of(llm, counts):
         while index not in ends:
             try:
                 _, end = llm.shared.next(inboxes[index])
-            except DeviceError:  # what the driver hears besides
+            except DeviceError:  # the thread that drives gets this error besides its request's end
                 continue
             ends[index] = end.reason, None if end.error is None else str(end.error)
 

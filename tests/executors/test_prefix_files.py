@@ -1,4 +1,4 @@
-"""Prefixes on disk: what they spare after a restart, who may read them, and what damage does."""
+"""Prefixes on disk: which work they save after a restart, which models may read them, and what damage does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cpmrt.executor import Prefill
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0)
 IDS = np.random.default_rng(1).integers(3, 259, 600).tolist()
 KEPT = 576
-"""The tokens of IDS in whole pages."""
+"""The number of tokens of IDS that fill whole pages."""
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_a_restart_goes_on_behind_the_prefix(folder: Path, tmp_path: Path, setti
 
 
 def test_the_pages_are_those_that_a_prompt_computes(folder: Path, saved: Path) -> None:
-    """Bit by bit, wherever in memory they come to lie."""
+    """Loaded pages have the bits that the prompt computes, at whatever place in the cache they are."""
     with open_model(folder) as llm:
         llm.generate(IDS, GREEDY)
         first = llm.engine.cache.acquire((*IDS[:KEPT], 0), KEPT).table  # type: ignore[union-attr]
@@ -80,7 +80,7 @@ def test_the_pages_are_those_that_a_prompt_computes(folder: Path, saved: Path) -
 
 
 def test_a_draft_has_pages_of_its_own(folder: Path, tmp_path: Path) -> None:
-    """The draft is the model itself, and so always right, if it has its keys and values too."""
+    """A prefix holds the draft's keys and values too: here the model itself drafts and must be always right."""
     settings = {"draft": folder, "speculate": {"num_passes": 3}}
     path = tmp_path / "x.prefix"
     with open_model(folder, **settings) as llm:
@@ -111,7 +111,7 @@ def test_so_has_the_draft_of_a_small_model(folder: Path, tmp_path: Path) -> None
             passes.append(llm.executor.num_draft_passes)  # type: ignore[attr-defined]
     steps = completion.stats.speculative_steps
     assert passes == [2 * steps, 2 * steps], "a pass for the first token, one for the two behind it"
-    other = shutil.copytree(folder, tmp_path / "other", copy_function=shutil.copy)  # of another time
+    other = shutil.copytree(folder, tmp_path / "other", copy_function=shutil.copy)  # its files have other times
     for inner in ({}, {"inner": "lookup"}, {"inner": chain | {"draft": str(other)}}):
         settings = {"draft": folder, "speculate": chain | inner}
         with open_model(folder, **settings) as llm, pytest.raises(PrefixError, match="another model.* kv_dtype, draft"):
@@ -123,7 +123,7 @@ def test_so_has_the_draft_of_a_small_model(folder: Path, tmp_path: Path) -> None
     {"hf_overrides": {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "max_context": 4096},
 ], ids=str)  # fmt: skip
 def test_another_model_may_not_read_it(folder: Path, saved: Path, tmp_path: Path, change: Any) -> None:
-    if change == "weights":  # the same size and header
+    if change == "weights":  # the file keeps its size and header
         folder, change = shutil.copytree(folder, tmp_path / "model"), {}
         raw = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").write_bytes(raw[:-4] + bytes(4))
@@ -214,7 +214,7 @@ def test_nothing_is_there_before_all_is(folder: Path, tmp_path: Path, monkeypatc
 
 
 class FullDisk(FileIO):
-    """A file that nothing can be written to."""
+    """A file that fails every write with a full disk."""
 
     def write(self, data: Any) -> int:
         raise OSError(28, "No space left on device")

@@ -20,7 +20,7 @@ from cpmrt.prefixes.system_part import system_part
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0)
 SYSTEM = "You know " + "a lot of things and say few. " * 20
-"""589 bytes: with "[system]" and the BOS token in front 9 whole pages."""
+"""A system message of 589 bytes: with "[system]" and the BOS token before it, it fills 9 whole pages."""
 KEPT = 576
 
 
@@ -34,7 +34,7 @@ def conversation(question: str = "Why?", system: str = SYSTEM) -> list[dict[str,
 
 
 def ask(model: Path, folder: Path | None, *questions: str, system: str = SYSTEM, **settings: Any) -> list[Any]:
-    """Start the model, ask, and return the tokens of each answer with the number of tokens that were not computed."""
+    """Start the model and ask; return each answer's tokens and how many tokens of its prompt came from the cache."""
     with LLM(model, executor="reference", prefix_dir=folder, **settings) as llm:
         answers = [llm.chat(conversation(question, system), GREEDY) for question in questions]
     return [(answer.token_ids, answer.stats.cached_tokens) for answer in answers]
@@ -107,7 +107,7 @@ def test_a_damaged_file_is_made_again(model: Path, tmp_path: Path) -> None:
         path.write_bytes(damage)
         with pytest.warns(UserWarning, match="made again: .*prefix") as warned:
             ((_, cached),) = ask(model, tmp_path, "Why?")
-        assert "save the prefix again" not in str(warned[0].message)  # nobody has to
+        assert "save the prefix again" not in str(warned[0].message)  # the model does that itself
         assert cached == KEPT and path.read_bytes() == good
 
 
@@ -137,7 +137,10 @@ def test_a_folder_that_cannot_be_used_costs_a_warning(model: Path, tmp_path: Pat
 def test_what_interrupts_a_thread_that_fetches_does_not_wait_for_it(
     model: Path, tmp_path: Path, interrupted: str, num_files: int
 ) -> None:
-    """A listener interrupts a step, and a signal handler also a thread that waits while another one drives."""
+    """Code that interrupts a thread that fetches a prefix must not wait for that thread.
+
+    A listener interrupts a step; a signal handler can interrupt a thread that waits while another one drives, too.
+    """
     others, prompts, fetching = [conversation(system=f"Other. {SYSTEM}")], list[list[int]](), list[bool]()
 
     def interrupt(*_: object) -> None:

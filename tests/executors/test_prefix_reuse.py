@@ -1,4 +1,4 @@
-"""Texts with the prefix cache are those without it: conversations that branch, eviction, templates, penalties."""
+"""Texts are the same with and without the prefix cache: branching conversations, eviction, templates, penalties."""
 
 import pytest
 from executors.reuse_cases import (
@@ -59,7 +59,7 @@ def test_branching_conversations(checkpoint, whole, chunk, reuse, expected):
 
 
 def test_eviction_under_pressure(checkpoint, whole):
-    """Four pages hold less than what the conversations leave."""
+    """Texts are right when four pages cannot hold everything that the conversations leave in the cache."""
     with open_llm(checkpoint, max_context=256) as llm:
         outs = branching(llm)
         assert texts(outs) == whole and 0 < sum(cached(outs)) < sum(BRANCHING_CACHED)
@@ -95,7 +95,7 @@ def test_the_second_turn_of_a_chat_prefills_what_is_new_and_the_answer_unless_th
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_turns_under_a_template(checkpoint, template):
-    """The third prompt begins with the second, which begins with the first."""
+    """Turns under a template reuse the earlier prompt's pages: each prompt begins with the one before."""
     talk = [("user", "a" * 70), ("assistant", "b" * 70), ("user", "c")]
     prompts = ["".join(template.format(*turn) for turn in talk[:count]) for count in (1, 2, 3)]
     with open_llm(checkpoint) as llm, open_llm(checkpoint, prefix_cache=False) as plain:
@@ -113,7 +113,7 @@ def test_the_same_words_under_two_templates(checkpoint):
 
 
 def test_scoring_writes_to_no_page_of_others(checkpoint, whole):
-    """Two sequences' worth of pages: one runs, the other's is for the scores, which drop what was cached."""
+    """Scoring changes no running answer, in a cache of two sequences' pages from which it evicts what was cached."""
     with open_llm(checkpoint, max_context=256, max_sequences=2) as llm:
         first = llm.generate(START, GREEDY)
         with llm.stream([*START, *first.token_ids, 40, 41, 42], SAMPLED) as stream:

@@ -53,7 +53,7 @@ def test_reuse_and_company_change_no_bit_of_an_answer(checkpoint: Path, form: di
 
 @pytest.fixture(scope="module", params=FORMATS[:3], ids=str)
 def form_and_pages(request: pytest.FixtureRequest, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings, and the keys and values of PROMPT computed in one chunk."""
+    """Settings, and the keys and values of PROMPT computed in one chunk with them."""
     settings = {"executor": "reference", "max_context": 192} | request.param
     with LLM(checkpoint, prefill_chunk=256, **settings) as llm:
         return settings, pages_of(llm, PROMPT)

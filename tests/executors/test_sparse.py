@@ -18,7 +18,7 @@ SPARSE = {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1}
 LONG = [5 + i * i % 89 for i in range(420)]
 GREEDY = SamplingParams(max_new_tokens=70, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=70, temperature=1.0, seed=7, ignore_eos=True)
-"""Of random weights, every token depends on what was seen; the greedy text soon repeats itself."""
+"""Sampling under which every token depends on what was seen; greedy text of random weights soon repeats itself."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_any_chunk_size_gives_the_same_text(checkpoint, plain, chunk):
 
 
 def test_prefill_and_decoding_agree(checkpoint):
-    """The log-probabilities of tokens that were decoded one by one are those of the whole text at once."""
+    """Tokens that are decoded one by one have the log-probabilities that the whole text gives at once."""
     params = SamplingParams(max_new_tokens=70, temperature=1.0, seed=7, logprobs=1, ignore_eos=True)
     with open_llm(checkpoint) as llm:
         out = llm.generate(LONG, params)
@@ -62,7 +62,7 @@ def test_dense_gives_another_text(checkpoint, plain):
 
 
 def test_everything_selected_is_dense_to_the_bit(checkpoint):
-    """The sparse path runs, as the context could be longer, but every token of this text sees all before it."""
+    """The sparse path gives the dense bits for a text whose tokens all attend to everything before them."""
     wide = {"topk": 12, "window_size": 64}
     with open_llm(checkpoint, sparse=wide) as llm, open_llm(checkpoint, sparse="off") as dense:
         assert "compressed keys" in llm.plan.part_bytes
@@ -85,7 +85,7 @@ def test_a_short_context_keeps_no_compressed_keys(checkpoint):
 
 @pytest.mark.parametrize("use_nope", [False, True])
 def test_the_prefix_cache_shares_compressed_keys(checkpoint, use_nope):
-    """Pages of earlier texts bring theirs; a window over the seam takes keys from both sides."""
+    """Cached pages bring their compressed keys; a window over their end takes keys from both sides."""
     setting = {"use_nope": use_nope}
     with open_llm(checkpoint, sparse=setting, prefix_cache=False) as llm:
         whole = branching(llm)
@@ -99,7 +99,7 @@ def test_the_prefix_cache_shares_compressed_keys(checkpoint, use_nope):
 
 @pytest.mark.parametrize("use_nope", [False, True])
 def test_speculation_leaves_what_decoding_leaves(checkpoint, use_nope):
-    """Over the ends of windows of both kinds, in accepted paths and beside them."""
+    """Speculation leaves plain decoding's keys over ends of both kinds of windows, in accepted paths too."""
     setting, found = {"use_nope": use_nope}, []
     speculative = {"draft": "lookup", "speculate": {"num_passes": 6, "adaptive": False}}
     for settings in ({}, speculative):
@@ -111,7 +111,7 @@ def test_speculation_leaves_what_decoding_leaves(checkpoint, use_nope):
     assert out.stats.mean_accept_length > 2
     (tokens, plain), (drafted, speculated) = found
     assert drafted == tokens
-    # The last token is not written. Page b of the only sequence is its b-th; entry 0 is never used.
+    # The last token's key is not written, and entry 0 is never used.
     num_written = len(LONG) + len(tokens) - 1
     for name, stride in (("k1_pages", 16), ("k2_pages", 64), ("nope_pages", 1)):
         if name in plain:
@@ -131,7 +131,7 @@ def test_sequences_together(checkpoint, plain):
 
 
 def test_beyond_the_trained_positions_only_by_wish(tmp_path):
-    """With the factor lists for a longer context, as the model cards give them, through hf_overrides."""
+    """A context beyond the trained positions needs the model card's factor lists for it, through hf_overrides."""
     factors = {"short_factor": [1.0] * 16, "long_factor": [4.0 + i for i in range(16)]}
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 256, **factors}
     native = {**rope, "long_factor": factors["short_factor"]}

@@ -1,4 +1,4 @@
-"""Calls of tools under the grammars of three families of models: their parsers read them, and they validate."""
+"""Tool calls under the grammars of three families of models are read by their parsers and validate."""
 
 import json
 
@@ -23,14 +23,14 @@ def llm():
 
 
 def tool_sets(count, seed=0):
-    """One to three tools each, whose parameters are schemas of every kind."""
+    """Return sets of one to three tools whose parameters are schemas of every kind."""
     made = [plain_names(schema) for schema in schemas(3 * count, seed)]
     names = [[f"tool_{number}.of_{place}" for place in range(number % 3 + 1)] for number in range(count)]
     return [dict(zip(each, made[3 * number :], strict=False)) for number, each in enumerate(names)]
 
 
 def plain_names(schema):
-    """The schema with names that every format can write."""
+    """Return the schema with property names that every format can write."""
     names = {name: f"p{number}" for number, name in enumerate(schema["properties"])}
     properties = {names[name]: value for name, value in schema["properties"].items()}
     return schema | {"properties": properties, "required": [names[name] for name in schema["required"]]}
@@ -82,7 +82,7 @@ def test_a_text_of_any_characters_comes_back(llm, form):
 
 
 def test_arguments_are_an_object_even_where_a_schema_allows_more(llm):
-    """All of the call is certain then."""
+    """Arguments are an object even if the schema allows null; so here the whole call is certain."""
     schema = {"type": ["null", "object"], "properties": {"a": {"enum": [1]}}, "required": ["a"]}
     params = SamplingParams(grammar=grammar_of(HERMES, {"f": schema}, llm.tokenizer, one_call=True))
     forced = llm.maker.grammars.matcher(params.form, Thought())().forced()

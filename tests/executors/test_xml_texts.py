@@ -1,4 +1,4 @@
-"""Texts of which a schema allows only some, in the calls of MiniCPM5: what the grammar takes, the parser gives back."""
+"""Strings that a schema restricts, in MiniCPM5's calls: the parser gives back what the grammar accepts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_texts_are_those_that_their_schema_allows(llm, schema, good, bad):
         if value in good:
             ((_, arguments),) = calls_in(call, tools)
             assert json.loads(arguments) == {"x": value}
-            if not isinstance(schema.get("format"), list):  # which a validator refuses
+            if not isinstance(schema.get("format"), list):  # a validator refuses such a schema
                 jsonschema.validate({"x": value}, tools["f"], jsonschema.Draft202012Validator)
 
 

@@ -1,4 +1,5 @@
-"""The `cuda` fixture: compile a kernel, put arrays on the device, launch, read back. And `compiles`, without a GPU."""
+"""Fixtures of the kernel tests: `cuda` compiles kernels, uploads arrays, launches and reads back; `compiles` compiles
+modules without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _SPECS = {spec.name: spec for spec in KERNELS}
 
 
 class Cuda:
-    """One device, one stream. Nothing here waits but `numpy` and `sync`."""
+    """One device with one stream, for tests of kernels. Of its methods `array`, `numpy` and `sync` wait for the
+    stream."""
 
     def __init__(self) -> None:
         cupy = pytest.importorskip("cupy")
@@ -31,7 +33,7 @@ class Cuda:
         self._modules: dict[DType, Any] = {}
 
     def kernel(self, name: str, dtype: DType, **constants: int) -> Callable[..., None]:
-        """The kernel of this name, as a callable(grid, block, *args, smem=0, pdl=False).
+        """Return the kernel of this name as a callable(grid, block, *args, smem=0, pdl=False).
 
         `grid` and `block` are ints or tuples; `args` are device arrays, np.int32, np.float32, np.uint64, or None for a
         null pointer.
@@ -46,7 +48,7 @@ class Cuda:
         return call
 
     def launcher(self, dtype: DType, *, pdl: bool = False) -> Any:
-        """The launcher of ops, on this stream."""
+        """Return a launcher for ops of storage type `dtype` on this stream."""
         from cpmrt.cuda.build.launcher import Launcher
         from cpmrt.cuda.build.modules import Modules
 
@@ -55,7 +57,8 @@ class Cuda:
         return Launcher(self.stream, self._modules[dtype], use_pdl=pdl)
 
     def array(self, values: Any, dtype: DType | None = None) -> Any:
-        """A device copy: float32 rounded to the storage words of `dtype`, or the array as it is if that is None."""
+        """Return a device copy of `values`: rounded to the storage words of `dtype`, or unchanged if `dtype` is
+        None."""
         values = np.asarray(values)
         words = values if dtype is None else from_float32(values.astype(np.float32, copy=False), dtype)
         with self.stream:
@@ -64,25 +67,26 @@ class Cuda:
         return device_array
 
     def numpy(self, device_array: Any, dtype: DType | None = None) -> np.ndarray[Any, Any]:
-        """A host copy, after everything launched so far: float32 from words of `dtype`, or as it is."""
+        """Wait for all launches and return a host copy: float32 from words of `dtype`, or the array unchanged if it is
+        None."""
         self.sync()
         words = self.cupy.asnumpy(device_array)
         return words if dtype is None else to_float32(words, dtype)
 
     def sync(self) -> None:
-        """Wait for every launch; raises what a kernel did wrong."""
+        """Wait for every launch; raise the error of a kernel that failed."""
         self.stream.synchronize()
 
 
 @pytest.fixture(scope="session")
 def cuda() -> Cuda:
-    """Only for tests marked `gpu`."""
+    """The device and its stream; only for tests marked `gpu`."""
     return Cuda()
 
 
 @pytest.fixture(scope="session")
 def compiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiles]:
-    """Modules compiled without a GPU, each once in a run: its processes share a folder."""
+    """A service that compiles modules without a GPU, each once in a test run: the run's processes share a folder."""
     if nvrtc.version() is None:
         pytest.skip("no NVRTC: pip install 'cpmrt[dev]'")
     own = tmp_path_factory.getbasetemp()

@@ -1,4 +1,5 @@
-"""accept.cu: paths, stops and limits, and all that they change, against reference/draft_tree.py and plain NumPy."""
+"""accept.cu against reference/draft_tree.py and plain NumPy: accepted paths, stop tokens, limits, and all state that
+accepting changes."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def random_tree(rng: np.random.Generator, shape: TreeShape, root: int) -> Nodes:
 
 
 def likely(rng: np.random.Generator, nodes: Nodes, share: float) -> list[int]:
-    """A token for each node; with probability `share` that of one of its children."""
+    """Return a sampled token for each node: with probability `share` the token of one of the node's children."""
     sampled = rng.integers(0, VOCAB, len(nodes.tokens))
     for node in range(len(nodes.tokens)):
         children = np.flatnonzero(nodes.parents == node)
@@ -44,7 +45,7 @@ def likely(rng: np.random.Generator, nodes: Nodes, share: float) -> list[int]:
 
 
 class Stepper:
-    """Steps of one sequence, each checked against the oracle."""
+    """Runs accept steps of one sequence on the device and checks each against the oracle."""
 
     def __init__(self, device: TreeDevice, running: Running, shape: TreeShape, num_logprobs: int = 0):
         self.device, self.running, self.shape, self.num_logprobs = device, running, shape, num_logprobs
@@ -53,7 +54,7 @@ class Stepper:
         self.carry = device.get("carry_hidden")
 
     def step(self, nodes: Nodes, sampled: list[int], rng: np.random.Generator, simulate: float = 0.0) -> Any:
-        """Leave in the tree what earlier kernels would, accept; returns the path."""
+        """Write what the kernels before accept leave in the tree, run accept, and return the accepted path."""
         device, shape = self.device, self.shape
         before = {name: device.get(name) for name in CACHES if name in device.arrays}
         device.begin(self.running)
@@ -69,7 +70,7 @@ class Stepper:
         return tree["path"][: tree["path_length"]].tolist()
 
     def check(self, path: list[int], sampled: list[int], root: int) -> None:
-        """After the oracle has taken `path` in: everything that the kernel writes."""
+        """Check everything that the kernel writes; the oracle `running` must have accepted `path` already."""
         device, running, length = self.device, self.running, len(path)
         emitted = [sampled[node] for node in path]
         assert device.words(self.shape.max_emitted) == emitted + [ss.NO_TOKEN] * (self.shape.max_emitted - length)
@@ -96,7 +97,7 @@ class Stepper:
 
 
 def run(stepper: Stepper, rng: np.random.Generator, num_steps: int, share: float = 0.85) -> list[int]:
-    """Lengths of the accepted paths."""
+    """Run `num_steps` checked steps with random trees and return the lengths of the accepted paths."""
     lengths, running = [], stepper.running
     for _ in range(num_steps):
         root = running.position
@@ -154,7 +155,7 @@ def test_a_stop_token_ends_inside_the_path(cuda: Any) -> None:
         ends.append(len(stepper.step(nodes, drafted, rng)))
         stepper.check(running.accept(nodes, drafted, stepper.hidden), drafted, 1)
         assert running.finished
-        stepper.step(nodes, drafted, rng)  # a step that was sent before the end was known
+        stepper.step(nodes, drafted, rng)  # a step that the host sent before it knew that the sequence had finished
         stepper.check([], drafted, running.position)
     assert ends == [1, 2, 3, 4, 5, 6]
 
@@ -210,7 +211,8 @@ def test_simulated_lengths_have_their_mean(cuda: Any, mean: float) -> None:
 
 
 def as_drafted(nodes: Nodes, line: list[int], sampled: list[int]) -> list[int]:
-    """Return what the nodes of a simulated path tell: each but the last the token that was drafted behind it."""
+    """Return the nodes' sampled tokens after a simulated acceptance: on the path `line` each node but the last has the
+    drafted token of the next node."""
     told = list(sampled)
     for node, after in zip(line, line[1:], strict=False):
         told[node] = int(nodes.tokens[after])
@@ -218,7 +220,8 @@ def as_drafted(nodes: Nodes, line: list[int], sampled: list[int]) -> list[int]:
 
 
 def test_a_simulated_path_leaves_out_what_a_form_has_cut(cuda: Any) -> None:
-    """The sampling kernel leaves token -1 in a node that is cut, and in all behind it."""
+    """A simulated path ends before the first node that a form has cut: the sampling kernel leaves token -1 there and in
+    all nodes behind it."""
     rng, shape = np.random.default_rng(10), TreeShape.chain(6)
     running = Running(1, [5, 6], capacity=320, max_context=320)
     stepper = Stepper(TreeDevice(cuda), running, shape)

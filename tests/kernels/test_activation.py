@@ -19,7 +19,7 @@ GUARD = 256
 
 
 def run(cuda: Any, dtype: DType, gate_up: Any, pdl: bool = False, **constants: int) -> Any:
-    """activation(gate) * up; what lies around it must stay poison."""
+    """Return the kernel's activation(gate) * up; the guards around the output must stay poison."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     size = rows * inner
     out = cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), dtype)

@@ -1,4 +1,5 @@
-"""What `cpmrt compile` builds: exactly what a later start on that device asks for, found without the device."""
+"""`cpmrt compile` builds exactly the modules that a later start on the named device asks for, without having the
+device."""
 
 from __future__ import annotations
 
@@ -56,13 +57,13 @@ def test_every_module_has_the_sizes_that_a_kernel_of_it_needs(arch: str, shape: 
 
 
 def tiles_of(modules: list[tuple[str, Mapping[str, int]]], *, is_head: bool = False) -> set[int]:
-    """Tiles of eight rows that the products of layers take, or that of the head."""
+    """Return the numbers of eight-row tiles for which the layers' products, or with `is_head` the head's, are built."""
     return {sizes["TOKEN_TILES"] for file, sizes in modules if file == LINEAR and (sizes["LINEAR"] == 3) == is_head}
 
 
 @pytest.mark.parametrize(("max_sequences", "tiles"), [(1, {1, 2, 4}), (2, {1, 2, 4, 8}), (64, {1, 2, 4, 8})])
 def test_the_settings_decide_which_steps_there_are(max_sequences: int, tiles: set[int]) -> None:
-    """Steps whose slots bring certain tokens among them."""
+    """More sequences need products of more rows, including steps whose slots bring certain tokens."""
     assert tiles_of(wanted(max_sequences=max_sequences)) == tiles
 
 
@@ -74,7 +75,8 @@ def test_a_recurrent_state_takes_a_token_a_step(max_sequences: int, tiles: set[i
 
 @pytest.mark.parametrize(("chunk", "tiles"), [(512, {1, 8}), (4096, {1, 8}), (4120, {1, 4, 8})])
 def test_the_logits_of_a_prompt_have_the_head_of_many_rows(chunk: int, tiles: set[int]) -> None:
-    """64 at a time, whatever steps there are; of a chunk beyond 4,096 also what is left over, here 24."""
+    """Prompt logits use the head of 64 rows, whatever steps there are; a chunk beyond 4,096 also needs the head of its
+    remaining rows, here 24."""
     config = ModelConfig.from_hf(shape_config(RECURRENT))
     assert tiles_of(wanted(config=config, prefill_chunk=chunk), is_head=True) == tiles
 
@@ -135,7 +137,7 @@ def test_neither_cupy_nor_a_driver_is_needed() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Any]]:
-    """What the command asks to be compiled; nothing is."""
+    """The (arch, dtype, modules) that the command asks to compile; nothing is compiled."""
     calls: list[Any] = []
     monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
 
@@ -162,7 +164,7 @@ TREES = {"sampling/tree_sampling.cu", "draft/accept.cu"}
 
 
 def built(asked: list[Any], *arguments: str) -> list[tuple[str, Mapping[str, int]]]:
-    """What the command asks for, on an H200."""
+    """Run `cpmrt compile --arch sm_90` with `arguments` and return the modules that it asks for."""
     asked.clear()
     assert main(["compile", "--arch", "sm_90", *arguments]) == 0
     ((_, _, modules),) = asked
@@ -170,7 +172,7 @@ def built(asked: list[Any], *arguments: str) -> list[tuple[str, Mapping[str, int
 
 
 RECURRENT = "minicpm-sala-9b"
-"""Its states follow chains of drafts, not trees."""
+"""A model with recurrent states, which can verify chains of drafts but not trees."""
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != RECURRENT])
@@ -261,7 +263,8 @@ def test_mistakes_are_one_line(asked: list[Any], arguments: list[str], message: 
 def test_a_cache_that_cannot_be_written_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Its only purpose is to leave files, as in the image of a container."""
+    """`cpmrt compile` must fail if the cache is not writable: its only purpose is to leave files, as in a container
+    image."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / "file"))
     assert main(["compile", str(BUNDLED), "--arch", "sm_87"]) == 1
@@ -271,7 +274,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(
 
 
 def cubins() -> set[str]:
-    """Those in the cache, which has verdicts on algorithms beside them."""
+    """Return the names of the cubins in the cache, which also holds verdicts on algorithms."""
     return {path.name for path in cubin_cache.folder().glob("*.cubin")}
 
 

@@ -1,4 +1,4 @@
-"""cuBLASLt by ctypes: on a stand-in library that carries out what the descriptors say, and on a device."""
+"""The ctypes binding of cuBLASLt: on a stand-in library that carries out what the descriptors say, and on a device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ NOT_SUPPORTED = 15
 
 
 def contents(reference: Any) -> Any:
-    """The object behind ctypes.byref(object)."""
+    """Return the object that a ctypes.byref() refers to."""
     return reference._obj
 
 
 class StandIn:
-    """cuBLASLt as documented, on host memory: column-major, layouts by handle. Counts what is alive."""
+    """A stand-in for cuBLASLt as documented, on host memory: column-major, layouts by handle. `alive` holds the handles
+    that have not been destroyed."""
 
     def __init__(self, num_algorithms: int = 1, failing: str = ""):
         self.num_algorithms, self.failing = num_algorithms, failing
@@ -114,7 +115,7 @@ class StandIn:
 
 
 def aligned(values: Any, dtype: DType) -> Any:
-    """Stored words at a multiple of 64 bytes."""
+    """Return `values` as storage words of `dtype` at an address that is a multiple of 64."""
     words = from_float32(np.asarray(values, np.float32), dtype)
     memory = np.zeros(words.nbytes + 64, np.uint8)
     begin = -memory.ctypes.data % 64
@@ -223,7 +224,7 @@ def test_a_missing_library_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def lt(cuda: Any) -> Any:
-    """cuBLASLt with 32 MiB of workspace."""
+    """The cuBLASLt library on the device, with 32 MiB of workspace."""
     workspace = cuda.cupy.empty(32 << 20, np.uint8)
     with CublasLt(workspace.data.ptr, workspace.nbytes) as library:
         yield library
@@ -231,7 +232,7 @@ def lt(cuda: Any) -> Any:
 
 
 def product_on(cuda: Any, lt: CublasLt, m: int, n: int, k: int, dtype: DType) -> tuple[Any, Any]:
-    """0.3 x w^T + y by the device and by NumPy; the guards of y must stay poison."""
+    """Return 0.3 x w^T + y from the device and from NumPy; the guards of y must stay poison."""
     random = np.random.default_rng(m)
     x, w, y = (round_to(random.standard_normal(shape, np.float32), dtype) for shape in ((m, k), (n, k), (m, n)))
     buffer = np.full(m * n + 512, np.nan, np.float32)

@@ -1,4 +1,5 @@
-"""block.cu: the rows of a block, and its tokens against reference/draft_block.py."""
+"""block.cu against reference/draft_block.py: the rows of a DSpark draft's block, and the tokens chosen from its
+logits."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ from cpmrt.reference.draft_tree import chain_nodes
 pytestmark = pytest.mark.gpu
 
 HIDDEN, MASK_TOKEN = 72, 5
-LONGEST = 32  # chain of tokens that a draft may have
+LONGEST = 32  # tokens of the longest chain that a draft may have
 
 
 class BlockDevice:
-    """`BlockKernels` beside a `TreeDevice`, with weights whose sums are exact in any order."""
+    """`BlockKernels` on the arrays of a `TreeDevice`, with weights whose sums are exact in any order."""
 
     def __init__(
         self, cuda: Any, *, vocab: int = 704, rank: int = 32, rows: int = 7, least: float = 0.0, seed: int = 0,
@@ -58,7 +59,8 @@ class BlockDevice:
         return self.cuda.array(from_float32(values, DType.BFLOAT16))
 
     def check(self, running: Running, least: float, length: int) -> int:
-        """A whole step's drafting; returns how many tokens were drafted."""
+        """Draft one step, check its rows, tokens and nodes against the oracle, and return how many tokens were
+        drafted."""
         device, shape, position = self.tree, TreeShape.chain(length), running.position
         device.hold(running)
         device.begin(running)
@@ -126,7 +128,7 @@ def test_a_chain_ends_before_a_token_of_too_little_confidence(cuda: Any) -> None
         ]
         ordered = np.unique(given)
         for least in (float(pair.mean()) for pair in np.stack([ordered[:-1], ordered[1:]], axis=1)):
-            if min(abs(one - least) for one in given) > 1e-3:  # else the order of sums could decide
+            if min(abs(one - least) for one in given) > 1e-3:  # nearer ones could depend on the order of sums
                 lengths.add(BlockDevice(cuda, seed=seed, least=least).check(running_at(33), least, 7))
     assert len(lengths) > 3
 

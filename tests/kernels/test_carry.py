@@ -1,4 +1,4 @@
-"""carry.cu: the draft's rows of prompts in several chunks, and hidden states of decode steps."""
+"""carry.cu: the draft's rows for prompts that come in several chunks, and the carried hidden states of decode steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ POISON = 0x1234
 
 
 def prefill(device: TreeDevice, slot: int, tokens: list[int], start: int, states: Any, bucket: int) -> Any:
-    """One chunk; `states` [tokens, width] of the target. Returns what the draft's rows then read."""
+    """Run one chunk, with the target's hidden states `states` [tokens, width], and return the hidden states that the
+    draft's rows then read."""
     device.set("token_ids", np.array(tokens, np.int32))
     device.set("chunk", np.array([slot, start, len(tokens), 1], np.int32))
     buffer = np.full((bucket + 1, device.width), POISON, np.uint16)

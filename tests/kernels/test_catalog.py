@@ -1,4 +1,5 @@
-"""Kernels, their table, ops, header blocks and tests agree. Reads text only."""
+"""The kernel sources, the table KERNELS, the ops, the header blocks, the README and the tests agree with each other.
+Reads text only."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ENTRY = re.compile(r'extern\s+"C"\s+__global__[^;{]*?KERNEL\((\w+)\)', re.DOTALL
 DEFINED = re.compile(r"!?defined\((\w+)\)")
 NAMES = re.compile(r"`([^`]+)`")
 MULTI = re.MULTILINE | re.DOTALL | re.IGNORECASE
-# The seven items of a kernel's opening block, each by what its line begins with or must hold.
+# The seven items of a kernel's header block, each with the pattern that one of its lines must begin with.
 BLOCK = {
     "formula": r"formula|.* = ",
     "operands": r"operands|.*[\[(][^\])]*[\])].*(?:scalar_t|float|int)",
@@ -31,7 +32,7 @@ TESTS = Path(__file__).parent
 
 
 def entries(text: str) -> dict[str, str]:
-    """Kernel name -> the file's opening comment and the comment right before the kernel."""
+    """Return, by kernel name, the file's opening comment and the comment right before the kernel."""
     opening = leading_comment(text.splitlines())
     return {
         match.group(1): opening + "\n" + leading_comment(text[: match.start()].splitlines()[::-1])
@@ -40,7 +41,7 @@ def entries(text: str) -> dict[str, str]:
 
 
 def leading_comment(lines: list[str]) -> str:
-    """The `//` lines at the start, without the slashes."""
+    """Return the leading `//` lines, without the slashes."""
     comment = []
     for line in lines:
         if not line.startswith("//"):
@@ -50,7 +51,7 @@ def leading_comment(lines: list[str]) -> str:
 
 
 def sources() -> dict[str, str]:
-    """The text of every `.cu` file by its path within the kernel folder, such as "rows/embed.cu", in order."""
+    """Return the text of every `.cu` file by its path within the kernel folder, such as "rows/embed.cu", in order."""
     folder = kernels_folder()
     return {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*.cu"))}
 
@@ -105,8 +106,8 @@ def test_every_kernel_has_a_test() -> None:
 
 
 def constants_of(text: str) -> tuple[set[str], set[str]]:
-    """The compile-time sizes that a `.cu` file asks for: those of every build, and those of some products only, or that
-    switch something by being there."""
+    """Return the compile-time constants of a `.cu` file: those that every build must define, and those that only some
+    products define or that switch something on by being defined."""
     check = re.search(r"^#if( !defined.*?)\n#error", text, re.MULTILINE | re.DOTALL)
     tests = check.group(1) if check else ""
     always = {name for name in DEFINED.findall(re.sub(r"\([^()]*&&[^()]*\(\w+\)\)", "", tests))}
@@ -128,7 +129,7 @@ def test_the_sizes_that_a_file_asks_for_are_those_of_its_block_its_kernels_and_t
 
 
 def readme_rows() -> dict[str, list[str]]:
-    """The cells of README's tables by the file or header in the first one."""
+    """Return the rows of the README's tables: the other cells by the file or header in the first cell."""
     lines = (kernels_folder() / "README.md").read_text().splitlines()
     rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `"))
     return {cells[0].strip("`"): cells[1:] for cells in rows}
@@ -146,7 +147,8 @@ def headers() -> dict[str, Path]:
 
 
 def test_the_readme_has_every_header_and_who_includes_it() -> None:
-    """In a room the files, of `include` the rooms: two at least, else the header belongs into the one."""
+    """The README lists who includes a header: the files for a header of one folder, the folders for one of `include`,
+    which must be at least two, else the header belongs into that one folder."""
     rows, users = readme_rows(), includers()
     names = [Path(header).name for header in headers()]
     assert len(names) == len(set(names)), "two headers of one name"
@@ -160,7 +162,7 @@ def test_the_readme_has_every_header_and_who_includes_it() -> None:
 
 
 def includers() -> dict[str, set[Path]]:
-    """The files that include a header themselves, by its name."""
+    """Return the files that include each header directly, by the header's name."""
     found: dict[str, set[Path]] = {}
     for path in kernels_folder().rglob("*.cu*"):
         for name in re.findall(r'#include "(?:.*/)?(.*?)"', path.read_text()):
@@ -169,7 +171,7 @@ def includers() -> dict[str, set[Path]]:
 
 
 def rooms_of(header: Path, users: dict[str, set[Path]]) -> set[str]:
-    """The rooms with a file that includes a header, itself or by another one of `include`."""
+    """Return the folders with a file that includes a header, directly or through another header of `include`."""
     rooms: set[str] = set()
     for user in users.get(header.name, ()):
         rooms |= rooms_of(user, users) if user.parent.name == "include" else {user.parent.name}
@@ -177,6 +179,7 @@ def rooms_of(header: Path, users: dict[str, set[Path]]) -> set[str]:
 
 
 def test_no_kernel_asks_the_host_for_a_field_of_a_command() -> None:
-    """Every warp that did would wait most of a microsecond behind the others: `read_header` asks once for a block."""
+    """A warp that reads a command's field from host memory waits most of a microsecond behind the others: kernels use
+    `read_header`, which asks once for a block."""
     asking = [file for file, text in sources().items() if re.search(r"load_host\(\s*&", text)]
     assert not asking

@@ -1,4 +1,5 @@
-"""chain.cu: what an inner draft has not seen, a small model's chain, and the target's rows for it."""
+"""chain.cu: the rows that an inner draft has not seen, the chain that a small model drafts, and the target's rows for
+it."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ OWN_ROWS, SMALL_ROWS = ("draft_token_ids", "draft_positions", "draft_slots"), ("
 
 
 class ChainDevice:
-    """`ChainKernels` beside a `TreeDevice`, whose arrays are the target's; `width` 0: the inner draft reads no states.
+    """`ChainKernels` of a small model, and a `TreeDevice` with the arrays of its target.
 
-    The small model's last pass had `used` rows, the newest at POSITION; slot -1: the sequence has finished.
+    With `width` 0 the inner draft reads no hidden states. The small model's last pass had `used` rows, the newest at
+    POSITION; with slot -1 the sequence has finished.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class ChainDevice:
         return self.get("slot_states").view(ss.SLOT_STATE)[SLOT]
 
     def draft(self, tokens: list[int], length: int) -> None:
-        """Begin with the first of the tokens, and give the others as steps of the small model do."""
+        """Begin a chain with the first token, and write the others into history and state as the small model's steps
+        would."""
         self.tree.set("draft_ids", tokens[:1])
         self.kernels.begin(NUM_ROWS, length)
         history, states = self.tree.get("history"), self.get("slot_states").view(ss.SLOT_STATE)
@@ -73,7 +76,7 @@ class ChainDevice:
 @pytest.mark.parametrize("pending", [0, 1])
 @pytest.mark.parametrize("length", [0, 1, 5])
 def test_the_inner_draft_gets_what_it_has_not_seen(cuda: Any, width: int, used: int, pending: int, length: int) -> None:
-    """Length 0: the newest row is left for the next pass."""
+    """The inner draft's rows are those that it has not seen; with length 0 the newest row is left for the next pass."""
     device = ChainDevice(cuda, used=used, width=width, offset=int(width > 0))
     with cuda.stream:
         device.inner["carry_counts"].fill(pending)

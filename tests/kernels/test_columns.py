@@ -16,7 +16,7 @@ GUARD = 256
 
 
 def guarded(cuda: Any, values: Any) -> tuple[Any, Any]:
-    """Words of bf16 between guards: the whole, and the part that a kernel gets."""
+    """Return bf16 words between guards: the whole buffer, and its part that a kernel gets."""
     guard = np.full(GUARD, np.nan, np.float32)
     whole = cuda.array(np.concatenate([guard, values.ravel(), guard]), DType.BFLOAT16)
     return whole, whole[GUARD:]

@@ -1,4 +1,4 @@
-"""combine.cu against its formula: odd widths, several experts a row, rows of padding, guards."""
+"""combine.cu against its formula: odd widths, several experts for a row, padding rows, guards."""
 
 from __future__ import annotations
 

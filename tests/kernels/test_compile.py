@@ -22,11 +22,11 @@ from cpmrt.errors import KernelCompileError
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 NOT_IN_CUDA_12 = ("sm_103", "sm_110", "sm_121")
 BOTH_TYPES_ON = ("sm_80", "sm_87", "sm_90")
-"""Where the other storage type is built too: older targets, and the first with its own code path."""
+"""Architectures for which fp16 is built besides bf16: older targets, and the first one with its own code path."""
 IN_FIRST_TIER = (("sm_87", DType.FLOAT16), ("sm_90", DType.BFLOAT16))
-"""Of each file's first sizes."""
+"""The (architecture, storage type) pairs whose builds of each file's first sizes belong to the first tier of tests."""
 OTHER_SIZES_ON = ("sm_87", "sm_90")
-"""Where sizes after a file's first are built: the others compile as one of these does."""
+"""Architectures for which sizes after a file's first are built: the others compile as one of these does."""
 WITHOUT_CLUSTERS = ("sm_80", "sm_86", "sm_87", "sm_89")
 MOST_SHARED_BYTES = {"sm_87": 166_912, "sm_90": 232_448}
 RESOURCES = re.compile(
@@ -37,7 +37,7 @@ RESOURCES = re.compile(
 
 @dataclass(frozen=True)
 class Build:
-    """One module: a file for one architecture, storage type and set of sizes."""
+    """One module to compile: a file for one architecture, storage type and set of sizes."""
 
     file: str
     arch: str
@@ -54,7 +54,8 @@ class Build:
 
 
 def builds() -> Iterator[Any]:
-    """A file's first sizes everywhere, also as fp16 where BOTH_TYPES_ON; others on fewer targets."""
+    """Yield builds of every file: its first sizes for all architectures, on BOTH_TYPES_ON also as fp16, and other sizes
+    for OTHER_SIZES_ON."""
     for file in files():
         for constants in constant_sets(file):
             is_first = constants == constant_sets(file)[0]
@@ -73,7 +74,8 @@ def builds() -> Iterator[Any]:
 
 
 def builds_with_cuda12() -> Iterator[object]:
-    """Every file for every architecture that it knows once more, with the oldest compiler that is supported."""
+    """Yield the builds of each file's first sizes in bf16 with the oldest supported compiler, for every architecture
+    that it knows."""
     for module in (param.values[0] for param in builds()):
         if module.arch in NOT_IN_CUDA_12:
             continue
@@ -88,7 +90,8 @@ def needs_nvrtc() -> None:
 
 
 def is_whole_elf(cubin: bytes) -> bool:
-    """Whether the tables that the ELF header points to, the last parts of a cubin, are in the file."""
+    """Return whether a cubin is complete: the tables that its ELF header points to, its last parts, lie within the
+    file."""
     program_headers, section_headers = struct.unpack_from("<QQ", cubin, 32)
     program_size, num_programs, section_size, num_sections = struct.unpack_from("<4H", cubin, 54)
     ends = program_headers + program_size * num_programs, section_headers + section_size * num_sections
@@ -96,13 +99,14 @@ def is_whole_elf(cubin: bytes) -> bool:
 
 
 def resources(log: str) -> dict[str, tuple[int, ...]]:
-    """Kernel -> bytes of stack frame, spill stores and spill loads."""
+    """Return the bytes of stack frame, spill stores and spill loads of each kernel, from the compiler's log."""
     return {name: tuple(map(int, sizes)) for name, *sizes in RESOURCES.findall(log)}
 
 
 @pytest.mark.parametrize("build", list(builds()))
 def test_compiles_for_every_architecture(compiles: Compiles, build: Build) -> None:
-    """All layers of the 0.5B with 132 blocks, which no device of sm_87 has, spill a register there."""
+    """No module may spill, except row_layers.cu with all layers of the 0.5B and 132 blocks on sm_87, where no device
+    has so many multiprocessors: 8 bytes."""
     sizes = {("INNER", 4096), ("GRID", 132)}
     is_spilling = build.file.endswith("row_layers.cu") and build.arch == "sm_87" and sizes <= set(build.constants)
     check_build(build, build.compile(compiles), most_spilled=8 if is_spilling else 0)
@@ -112,7 +116,7 @@ def test_compiles_for_every_architecture(compiles: Compiles, build: Build) -> No
 @pytest.mark.skipif(cuda12() is None, reason="needs NVRTC of CUDA 12: pip install 'cpmrt[dev]'")
 @pytest.mark.parametrize("build", list(builds_with_cuda12()))
 def test_compiles_with_cuda_12_too(compiles: Compiles, build: Build) -> None:
-    """The older compiler spills 8 bytes of one kernel on sm_100."""
+    """The oldest supported compiler may spill 8 bytes, in latent_attention.cu on sm_100, and nothing else."""
     is_spilling = build.file == "attention/latent_attention.cu" and build.arch == "sm_100"
     check_build(build, build.compile(compiles), most_spilled=8 if is_spilling else 0)
 

@@ -1,4 +1,4 @@
-"""The cubin cache: what makes a kernel compile again, what does not, and what may go wrong around it."""
+"""The cubin cache: what makes a kernel compile again, what does not, and faults of files and folders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ extern "C" __global__ void NAME(float* out) { out[threadIdx.x] *= FACTOR * OUTER
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A kernel folder: two kernels, one of which includes a header that includes another."""
+    """A kernel folder with two kernels, one of which includes a header that includes another header."""
     folder = tmp_path / "sources"
     (folder / "include").mkdir(parents=True)
     (folder / "scale.cu").write_text(KERNEL)
@@ -49,7 +49,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_nvrtc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """In place of NVRTC: cubins that say what they were made from; the list of compiled files."""
+    """A replacement of NVRTC whose cubins say what they were made from; the fixture is the list of compiled files."""
     compiled: list[str] = []
 
     def compile_cubin(source: object, options: object) -> tuple[bytes, str]:
@@ -322,7 +322,8 @@ def test_missing_bindings_are_named_with_the_wheel_to_install(
 def test_cubins_of_a_folder_that_cannot_be_written_are_found_beside_new_ones(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those that `cpmrt compile` has made for an image."""
+    """Cubins in a read-only folder, such as those that `cpmrt compile` made for an image, are found beside new ones,
+    which are kept elsewhere."""
     shipped = cubin_cache.store("a" * 64, "13.0", b"one")
 
     def refuse(dir: Path, **_: object) -> tuple[int, str]:
@@ -340,7 +341,7 @@ def test_cubins_of_a_folder_that_cannot_be_written_are_found_beside_new_ones(
 
 
 def test_what_another_process_has_stored_or_taken_away_is_seen(sources: Path) -> None:
-    """The folder is read again when it has changed."""
+    """The cache reads its folder again when it has changed, so that files of other processes appear and disappear."""
     first = cubin_cache.store("a" * 64, "13.0", b"one")
     assert cubin_cache.find("a" * 64, "13.0") == first and cubin_cache.find("b" * 64, "13.0") is None
     other = first.with_name(first.name.replace("a" * 64, "b" * 64))

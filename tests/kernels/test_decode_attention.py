@@ -56,7 +56,8 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any, portable: bool) -> None:
 def test_a_short_row_alone_has_the_bits_of_one_of_any_length(
     cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int
 ) -> None:
-    """Also if there are more keys than was said, which one cluster takes in turns."""
+    """A row alone gets the same bits from the launch for short rows as from the one for any length, also if it has more
+    keys than that launch is meant for, which one cluster takes in turns."""
     case = make_case(dtype, group, kv_heads, head_dim, LENGTHS_ALONE)
     launcher = AttentionDevice(cuda, case)
     assert launcher.plan.has_short_launch(1) == (launcher.plan.decode.cluster > 1)

@@ -1,4 +1,5 @@
-"""decode_attention of rows of draft trees: the bits of plain rows over the same path; and attention windows."""
+"""decode_attention over draft trees: a node's row has the bits of a plain row over the same path. Also attention
+windows."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_trees_of_64_nodes(cuda: Any, base: int) -> None:
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("base", [2047, 2048, 4990])
 def test_long_contexts(cuda: Any, base: int, portable: bool) -> None:
-    """Of 12 rows each has one cluster of blocks, which takes all its runs in turn; few rows have one for each."""
+    """With 12 rows each row has one cluster of blocks, which takes the row's runs in turns; with few rows there is a
+    cluster for every eight runs."""
     masks = [1, 0b11, 0b101, 0b1101, 1 << 63 | 1, 2**64 - 1] * 2
     tree, plain = make_trees(DType.FLOAT16, 16, 2, 64, [(base, masks)])
     assert_same_bits(cuda, tree, plain, portable=portable, counts=(1, 2, 5))
@@ -69,7 +71,8 @@ def test_a_window_counts_positions_of_the_path(cuda: Any, window: int) -> None:
 
 
 def test_plain_rows_among_those_of_trees(cuda: Any) -> None:
-    """A plain row has one bit, and its position as its base; several of a slot may be in one step."""
+    """A plain row in a step of trees has a mask of one bit and its position as its base; a step may have several of a
+    slot."""
     trees = [(100, [1, 3, 5]), (64, [1]), (0, [1, 3]), (2000, [1])]
     tree, plain = make_trees(DType.BFLOAT16, 8, 2, 64, trees)
     waiting = np.arange(95, 101, dtype=np.int32)
@@ -94,7 +97,8 @@ def test_padding_rows_become_zeros(cuda: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 64, 65, 1000, 4096])
 def test_a_window_of_plain_rows(cuda: Any, dtype: DType, window: int, portable: bool) -> None:
-    """Pages that lie before it are not even read; what a page holds before it does not count."""
+    """Pages that lie wholly before a row's window are not read; keys before the window in its first page do not
+    count."""
     case = make_case(dtype, 16, 2, 128, [1, 2, 63, 64, 65, 128, 1000, 2048, 2112, 5000])
     for slot, position in enumerate(case.positions):
         first = max(position + 1 - window, 0)

@@ -1,11 +1,13 @@
-"""Nothing that the kernel before may have written is read before the wait for it: held in the machine code.
+"""No kernel reads, before its wait for the preceding kernel, what that kernel may have written: checked in the machine
+code.
 
 A parameter that is `const` and `__restrict__` looks like a constant to the compiler, which then may load it early.
-decode_attention reads early what is older than the kernel before it. That one must then start it only after its own
-wait, and the page that a step writes must still be read late: held on a GPU. The kernels that choose blocks read early
-what is older than the product that made their queries, and lightning_decode states that are older than its product.
-Weights never change: kernels of latent attention read their part of them before the wait, past the L1 too, because the
-compiler moves loads of constants behind it.
+decode_attention reads before its wait what is older than the preceding kernel. The preceding kernel must then start
+attention only after its own wait, and the page that a step writes must still be read after attention's wait: checked on
+a GPU. The kernels that choose blocks read early what is older than the product that made their queries, and
+lightning_decode reads early the states, which are older than its product. Weights never change: kernels of latent
+attention read their part of them before the wait, past the L1 too, because the compiler moves loads of constants behind
+the wait.
 """
 
 from __future__ import annotations
@@ -50,15 +52,19 @@ WEIGHTS_READ_EARLY = {
     "attention/absorb_queries.cu": ("128", 8), "attention/merge_latents.cu": ("128", 4),
     "linear_packed/linear_packed.cu": ("64", 8),
 }  # fmt: skip
-"""Bits and number of a thread's loads, in the first build, with the sizes of MiniCPM3-4B."""
+"""The width in bits and the number of a thread's weight loads before the wait, in a file's first build, which has the
+sizes of MiniCPM3-4B."""
 READ_OLD_KEYS_EARLY = ("coarse_log_sums", "score_blocks")
 OLD_KEYS_LOADS = 16
-"""By plain loads of 16 bytes, so that rows share them in the L1: at most so many of a lane, with 128 dimensions."""
+"""The most plain 16-byte loads of old compressed keys per lane, with 128 dimensions. They are plain so that rows share
+the keys in the L1."""
 BEFORE_ATTENTION = sorted({spec.name for spec in KERNELS if spec.op == "qkv"} - {"compress_keys"})
-"""Behind compress_keys blocks are chosen, by kernels of which the last one starts attention after its own wait. Latent
-attention starts early behind two products of which the first one does so; the second has ROW_PITCH."""
+"""Kernels of the qkv op that attention may follow directly. compress_keys is followed by the kernels that choose
+blocks, of which the last one starts attention after its own wait. Latent attention starts early behind two products, of
+which the first one starts its successor after its own wait; the second has ROW_PITCH."""
 STARTS_NEXT_LATE = ("pick_blocks", "qkv_attention", "linear_qkv_attention", "embed")
-"""Those of q, k, v and attention read early what is older than `embed`, or than that of the layer before."""
+"""Kernels that start the next kernel only after their own wait. The kernels of q, k, v and attention read early what is
+older than `embed`, or than the kernel of attention of the layer before."""
 
 
 def disassembler() -> str:
@@ -71,7 +77,8 @@ def disassembler() -> str:
 
 @functools.cache
 def functions(cubin: Path) -> tuple[tuple[str, list[str], int], ...]:
-    """Name, instructions and index of the first wait (0: there is none) of all functions."""
+    """Return the name, the instructions and the index of the first wait (0: there is none) of all functions of a
+    cubin."""
     text = subprocess.run([disassembler(), "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
     found = []
     for function in re.split(r"\.section\s+\.text\.", text)[1:]:
@@ -81,10 +88,11 @@ def functions(cubin: Path) -> tuple[tuple[str, list[str], int], ...]:
 
 
 def early_accesses(file: str, cubin: Path) -> list[str]:
-    """Plain loads and stores before the wait, in all functions. Copies to shared memory are not among them.
+    """Return the plain loads and stores before the wait, of all functions, that are not allowed. Copies to shared
+    memory do not count.
 
-    What may be read early is read past the L1, which marks those loads as strong; the query is not. Old compressed keys
-    are not either: no more loads of theirs may be there than they are.
+    Data that may be read early is read past the L1, which marks its loads as strong; loads of the query are plain.
+    Loads of old compressed keys are plain too: at most OLD_KEYS_LOADS of them are allowed.
     """
     wrong = r"\b(STG?|LD|LDG)\."
     if file in READ_OLD_DATA_EARLY:
@@ -99,7 +107,7 @@ def early_accesses(file: str, cubin: Path) -> list[str]:
 
 
 def builds() -> Iterator[Any]:
-    """Every file with all sets of sizes that it is tested with."""
+    """Yield every file with each set of sizes that it is tested with."""
     for file in files():
         for index, constants in enumerate(constant_sets(file)):
             yield pytest.param(file, constants, id=f"{file}-{index}")
@@ -136,7 +144,8 @@ def test_the_qkv_product_waits_before_it_reads(
 
 
 class WriterThenAttention:
-    """Rows of one slot, or of a slot each. Until the writer is done the query and the keys of the positions are NaN."""
+    """A slow writer followed by decode_attention, over rows of one slot or of a slot each. Until the writer is done,
+    the query and the keys and values at the rows' positions are NaN."""
 
     num_heads, num_kv_heads, head_dim, max_context = 16, 2, 64, 2048
 
@@ -161,7 +170,7 @@ class WriterThenAttention:
         self.writer = SlowWriter(cuda, self.inputs, stale, after)
         self.out = cuda.array(np.full_like(q, np.nan), DType.BFLOAT16)
         table, slots = cuda.array(table), cuda.array(slots)
-        # A tree whose nodes are children of the root by turns with those of the node before.
+        # A tree in which every third node is a child of the root and the others are children of the node before.
         masks = [1]
         for row in range(1, self.rows):
             masks.append((masks[-1] if row % 3 else 1) | 1 << row)
@@ -209,7 +218,8 @@ def test_rows_of_many_slots_see_what_the_kernel_before_them_writes(cuda: Any, nu
 @pytest.mark.parametrize("count", [1, 3, 12, 40])
 @pytest.mark.parametrize("sparse", [SparseConfig(1, 1024, 81, 0), SparseConfig(1, 64, 12, 0)], ids=str)
 def test_attention_waits_for_the_lists_of_blocks(cuda: Any, sparse: SparseConfig, count: int) -> None:
-    """Pages of blocks that every row looks at are read before that. Until the writer is done lists name others."""
+    """Attention reads the lists of chosen blocks after its wait; only blocks that every row looks at are read before.
+    Until the writer is done the lists name other blocks."""
     slots = Slots(DType.BFLOAT16, [8000], group=16, kv_heads=2, head_dim=128)
     rows = slots.rows(8000 - count + np.arange(count), np.zeros(count))
     q, blocks = slots.queries(count), any_choice(slots.rng, rows, 2, sparse)

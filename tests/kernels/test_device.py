@@ -1,4 +1,4 @@
-"""Which machines `open_device` refuses, and how; no GPU is touched: a stand-in answers for CuPy."""
+"""The machines that `open_device` refuses, and its errors. No GPU is touched: a stand-in answers for CuPy."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_errors_of_cupy_become_ours(
 
 
 def driver_library(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
-    """Let libcuda load, or not."""
+    """Make loading libcuda succeed or fail."""
 
     def load(name: str) -> object:
         assert name == "libcuda.so.1"
@@ -141,7 +141,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_bindings_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CuPy installs none of its own."""
+    """A missing cuda-bindings package is reported with the command that installs it: CuPy does not install it."""
     stand_in(monkeypatch)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     monkeypatch.delitem(sys.modules, "cuda.bindings.driver", raising=False)

@@ -48,7 +48,8 @@ def test_the_best_of_every_row(cuda: Any, vocab: int, portable: bool) -> None:
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("vocab", [500, 32768, 73448])
 def test_rows_that_are_hard(cuda: Any, vocab: int, portable: bool) -> None:
-    """Ties at the edge, all equal, in order, peaks together in one place, most of the row masked."""
+    """Ids are exact for rows with ties at the edge, all logits equal, logits in order, neighbouring peaks, and most
+    logits masked."""
     rng = np.random.default_rng(1)
     peaks = np.zeros(vocab, np.float32)
     peaks[100:120] = np.arange(20)

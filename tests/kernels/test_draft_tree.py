@@ -1,4 +1,4 @@
-"""draft_tree.cu: candidates, rows of every pass and nodes against reference/draft_tree.py, bit for bit."""
+"""draft_tree.cu against reference/draft_tree.py, bit for bit: candidates, rows of every pass, and nodes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ SHAPES = (
 
 
 def drafted(rng: np.random.Generator, rows: int, k: int, has_ties: bool) -> tuple[Any, Any]:
-    """Ids and log-probabilities of a pass, best first in each row."""
+    """Return random ids and log-probabilities of a pass, best first in each row."""
     ids = np.stack([rng.permutation(VOCAB)[:k] for _ in range(rows)]).astype(np.int32)
     values = rng.integers(0, 3, (rows, k)) / 2 if has_ties else rng.exponential(2, (rows, k))
     return ids, -np.sort(values.astype(np.float32), axis=1)
 
 
 def check_growth(device: TreeDevice, shape: TreeShape, running: Running, *, offset: int, has_ties: bool) -> int:
-    """A whole tree; returns how many rows had no room."""
+    """Grow a whole tree, check each pass and the nodes against the oracle, and return how many rows were padding for
+    lack of room."""
     rng, k, growth = np.random.default_rng([shape.top_k, shape.num_passes, has_ties]), shape.top_k, TreeGrowth(shape)
     device.begin(running)
     ids, logprobs = drafted(rng, 1, k, has_ties)

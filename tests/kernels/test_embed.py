@@ -17,7 +17,7 @@ GUARD, VOCAB = 256, 300
 
 
 def run(cuda: Any, dtype: DType, table: Any, token_ids: Any, slots: Any, scale: float, pdl: bool = False) -> Any:
-    """The rows; what lies around them must stay poison."""
+    """Return the kernel's rows; the guards around them must stay poison."""
     hidden, size = table.shape[1], len(token_ids) * table.shape[1]
     out = cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), dtype)
     kernel = cuda.kernel("embed", dtype, HIDDEN=hidden)

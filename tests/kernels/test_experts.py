@@ -1,4 +1,5 @@
-"""experts.cu and experts_down.cu against the NumPy ops, with what comes between them; the same bits in any company."""
+"""experts.cu and experts_down.cu against the NumPy ops, and a row's bits, which must not depend on the other rows. Also
+their plans."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def check(name: str, dtype: DType, found: Any, expected: Any) -> None:
 
 
 def check_rows(case: Case, device: OnDevice, kind: str, is_prefill: bool) -> tuple[Any, Any, Any]:
-    """Both products of all rows against the oracle, where the oracle's own rows between them are not used."""
+    """Check both products of all rows against the oracle, whose second product gets the device's rows, not its own."""
     routing = case.routing(kind)
     kept = routing.experts[:, 0] >= 0
     inner, out = device.run(routing, is_prefill=is_prefill)
@@ -63,7 +64,7 @@ def check_rows(case: Case, device: OnDevice, kind: str, is_prefill: bool) -> tup
 
 
 def check_company(case: Case, device: OnDevice, kind: str, orders: Iterable[Any], *, is_prefill: bool) -> None:
-    """Compare all rows with the oracle, then with some of them, in each of these orders: the same bits."""
+    """Check all rows against the oracle, then that the rows of each of `orders` alone have the same bits."""
     routing, inner, out = check_rows(case, device, kind, is_prefill)
     kept = routing.experts[:, 0] >= 0
     for rows in orders:
@@ -78,10 +79,10 @@ def check_company(case: Case, device: OnDevice, kind: str, orders: Iterable[Any]
 @pytest.mark.parametrize("kind", ["router", "one", "padded"])
 @pytest.mark.parametrize("name", SMALL)
 def test_steps(cuda: Any, name: str, dtype: DType, kind: str) -> None:
-    """64 rows against the oracle; fewer, in another order and with other neighbours have the same bits."""
+    """64 rows match the oracle; fewer rows, in another order and with other neighbours, have the same bits."""
     case = Case(SMALL[name], dtype, 64)
     orders = [np.arange(count) for count in STEPS] + [case.random.permutation(64)[:count] for count in STEPS]
-    orders += [np.array([row]) for row in (1, 2, 63)]  # of "padded" the first has no experts
+    orders += [np.array([row]) for row in (1, 2, 63)]  # in "padded" row 0 has no experts
     check_company(case, OnDevice(cuda, case), kind, orders, is_prefill=False)
 
 
@@ -90,7 +91,7 @@ def test_steps(cuda: Any, name: str, dtype: DType, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["router", "one", "padded"])
 @pytest.mark.parametrize("name", SMALL)
 def test_chunks(cuda: Any, name: str, dtype: DType, kind: str) -> None:
-    """300 rows against the oracle; a row's bits do not depend on the chunk around it."""
+    """300 rows match the oracle; a row's bits do not depend on the chunk around it."""
     case = Case(SMALL[name], dtype, 300)
     orders = (np.arange(1), np.arange(64), np.arange(65), np.arange(30, 290), case.random.permutation(300))
     check_company(case, OnDevice(cuda, case), kind, orders, is_prefill=True)
@@ -112,7 +113,7 @@ def test_sizes_of_the_published_model(cuda: Any, name: str, dtype: DType) -> Non
 
 @gpu
 def test_another_expert_is_noticed(cuda: Any) -> None:
-    """The comparison can fail: the weights of one expert more or less are far outside the tolerance."""
+    """The comparison can fail: with the experts' numbers shifted by one the results are far outside the tolerance."""
     case = Case(SMALL["16 bits"], DType.FLOAT16, 8)
     routing, device = case.routing("router"), OnDevice(cuda, case)
     inner, _ = device.run(routing)
@@ -125,7 +126,8 @@ def test_another_expert_is_noticed(cuda: Any) -> None:
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64])
 @pytest.mark.parametrize(("experts", "top"), [(1, 1), (3, 2), (8, 2), (32, 8)])
 def test_there_are_blocks_for_every_choice(tokens: int, experts: int, top: int) -> None:
-    """A grid is made before anything is chosen; and none is larger than some choice needs, or nearly so."""
+    """The grid, which is fixed before experts are chosen, has a block for every tile of any choice, and at most one for
+    each pair of row and expert."""
     random = np.random.default_rng(tokens)
     for num_rows in (1, 2, 7, 8, 9, 31, 64, 65, 300):
         room = most_tiles(num_rows, top, experts, tokens)
@@ -136,7 +138,7 @@ def test_there_are_blocks_for_every_choice(tokens: int, experts: int, top: int) 
 
 
 def weight(form: str, in_features: int) -> Any:
-    """A stand-in that has only a shape and a layout."""
+    """Return a stand-in for a weight, which has only a shape and a layout."""
     if form == "16":
         return np.empty((64, in_features), np.float16)
     group, zeros = (128, False) if form == "4" else (32, True)
@@ -153,7 +155,7 @@ def test_every_build_fits_the_shared_memory(device: Device, form: str) -> None:
             assert product_constants(0, held, num_rows, is_chunk=False).shared_bytes <= room
             down = down_constants(held, num_rows, 2, device)
             assert down.shared_bytes(num_rows * 2) <= room
-            # One block a multiprocessor would leave those of the last tiles to a second round.
+            # With one block a multiprocessor the blocks of the last tiles would have to wait for a second round.
             assert 2 * down.shared_bytes(num_rows * 2) <= room or device is not H200
         assert product_constants(1, held, 300, is_chunk=True).shared_bytes <= room
 
@@ -164,8 +166,12 @@ def test_too_many_experts_a_row_are_refused() -> None:
 
 
 def test_shared_memory_is_what_the_kernels_take() -> None:
-    """experts_down.cu: 8 warps with turns of two slices and one row, or of one slice and eight rows; 4352 bytes more.
-    experts.cu: x, three turns of weights for each warp, and 8 bytes for each row."""
+    """The plans' shared memory is what experts_down.cu and experts.cu take.
+
+    experts_down.cu: 8 warps, each with turns of two slices and one row or of one slice and eight rows; 4352 bytes; and
+    68 bytes for each pair of row and expert. experts.cu: x, three turns of weights for each warp, and 8 bytes for each
+    row.
+    """
     four, sixteen = weight("4", 5760), weight("16", 5760)
     down = replace(down_constants(four, 1, 2, H200), ahead=4)
     assert down.shared_bytes(2) == 8 * 4 * (2 * 1056 + 512 + 64) + 4352 + 2 * 68

@@ -1,4 +1,5 @@
-"""experts_row.cu, the routing and all products of one row: the bits that a row has in company, launch after launch."""
+"""experts_row.cu, the routing and all products of one row: the bits that the row has among others, launch after
+launch."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ gpu = pytest.mark.gpu
 @BY_DTYPE
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_row_alone_is_the_row_in_company(cuda: Any, name: str, dtype: DType) -> None:
-    """Row after row through the same words: those of a launch before would be another row's."""
+    """A row alone has the bits that it has among others. All launches use the same words in memory: words left by an
+    earlier launch would be another row's."""
     case = Case(SHAPES[name], dtype, ROWS)
     device = OnDevice(cuda, case)
     assert device.row_constants is not None
@@ -72,7 +74,7 @@ def test_the_portable_path_has_the_same_bits(cuda: Any, name: str) -> None:
 @BY_DTYPE
 @pytest.mark.parametrize("name", ["16 bits", "4 bits", "8x2B in 4 bits"])
 def test_one_row_is_the_oracles(cuda: Any, name: str, dtype: DType) -> None:
-    """Against the NumPy ops, with the routing that was found."""
+    """One row matches the NumPy ops that are given the device's routing."""
     case = Case(SHAPES[name], dtype, 1)
     routing, _, out = OnDevice(cuda, case).layer([0], in_one=True)
     wanted = case.x.copy()
@@ -106,7 +108,8 @@ def test_a_row_of_padding_has_no_experts_and_stays(cuda: Any, pdl: bool) -> None
 @gpu
 @pytest.mark.parametrize("name", ["8x2B in 16 bits", "8x2B in 4 bits"])
 def test_the_row_is_read_when_the_kernel_before_has_written_it(cuda: Any, name: str) -> None:
-    """Norm and router are asked for before the wait; row and slot, which an earlier kernel writes, are not."""
+    """The row and its slot, which an earlier kernel writes, are read after the wait; norm and router are loaded before
+    it."""
     case = Case(SHAPES[name], DType.BFLOAT16, 1)
     device = OnDevice(cuda, case)
     routing, _, expected = device.layer([0], in_one=True)
@@ -127,7 +130,8 @@ def test_the_row_is_read_when_the_kernel_before_has_written_it(cuda: Any, name: 
 
 
 def weights(bits: int, hidden: int, inner: int, experts: int, groups: tuple[int, int] = (128, 128)) -> tuple[Any, Any]:
-    """Two weights that have only shapes and layouts, and groups of so many columns."""
+    """Return stand-ins for an expert layer's two weights, with only shapes and layouts; `groups` are the columns of
+    their scale groups."""
     shapes = (2 * experts * inner, hidden), (experts * hidden, inner)
     if bits == 16:
         first, last = (np.broadcast_to(np.zeros((), np.float16), shape) for shape in shapes)
@@ -152,7 +156,8 @@ def test_every_build_finds_room_at_once(device: Device, bits: int) -> None:
 
 
 def test_what_the_published_model_gets() -> None:
-    """On an H200 one launch, a warp for each of 1440 tiles; a smaller GPU takes two."""
+    """The published model's row takes one launch on an H200, with a warp for each of 1440 tiles; a smaller GPU takes
+    two launches."""
     for bits in (16, 4):
         built = experts_row_constants(*weights(bits, 2304, 5760, 8), 8, 2, H200)
         assert built is not None and (built.warps, built.grid) == (11, 131)

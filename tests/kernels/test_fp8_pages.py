@@ -1,4 +1,5 @@
-"""Pages in fp8 on a GPU: what rope_append stores, what decode_attention reads, what expand_pages makes of them."""
+"""KV pages in fp8 on a GPU: rope_append stores them, decode_attention reads them, expand_pages turns them into 16
+bits."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def test_codes_and_scales_are_the_oracles(cuda: Any, dtype: DType, head_dim: int
         assert (np.delete(stored.scales, np.unique(pages), axis=0) == POISON).all()
         codes = e4m3_codes(wanted / scales[np.arange(290) // PAGE_SIZE][..., None])
         actual = stored.codes[pages, :, offsets]
-        # A rotation that the compiler contracts may tip a tie.
+        # RoPE's products and sums, which the compiler may contract to FMAs, can tip a tie in the rounding to a code.
         assert (actual == codes).mean() > 0.999
         np.testing.assert_allclose(e4m3_values(actual), e4m3_values(codes), rtol=0.13, atol=2**-9)
         expected = before.copy()
@@ -61,7 +62,8 @@ def test_grouping_into_launches_changes_no_bit(cuda: Any, dtype: DType, sizes: l
 
 
 def test_rows_of_several_slots_take_the_scales_of_their_own_pages(cuda: Any) -> None:
-    """Rows as many apart as their offsets, so that another slot's row stands where a page's first token would."""
+    """Each row takes the scale of its own slot's page, although another slot's row stands as many rows before it as its
+    offset within the page, where the page's first token would be."""
     alone, together = Store(cuda, DType.BFLOAT16, 64), Store(cuda, DType.BFLOAT16, 64)
     for store in (alone, together):
         for slot in range(3):
@@ -78,7 +80,7 @@ def test_rows_of_several_slots_take_the_scales_of_their_own_pages(cuda: Any) -> 
 
 
 class Reader(AttentionDevice):
-    """Attention over a case's pages as codes and scales."""
+    """Attention over a case's pages, held as fp8 codes and scales."""
 
     def __init__(self, cuda: Any, case: Case, **settings: Any):
         self.pages = fp8_of(case.k_pages, 0), fp8_of(case.v_pages, 1)
@@ -103,7 +105,7 @@ def test_attention_matches_the_numpy_op(cuda: Any, dtype: DType, group: int, kv_
 @pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (5, 96), (1, 64)])
 @pytest.mark.parametrize("arch", [86, 87])
 def test_attention_as_without_clusters(cuda: Any, dtype: DType, group: int, head_dim: int, arch: int) -> None:
-    """Rings as deep as on these architectures."""
+    """Attention matches the oracle with the depth of ring that these architectures without clusters get."""
     case = make_case(dtype, group, 2, head_dim, LENGTHS)
     reader = Reader(cuda, case, capability=arch)
     assert_close(reader.run(case), reader.oracle(case), dtype)
@@ -133,8 +135,8 @@ def test_a_short_row_alone_has_the_bits_of_one_of_any_length(cuda: Any, head_dim
 @pytest.mark.parametrize("positions", [range(1), range(1087, 1088), range(1088, 1089), range(120, 136), range(63)])
 @pytest.mark.parametrize("sms", [132, 8])
 def test_attention_sees_what_the_kernel_before_it_writes(cuda: Any, positions: range, sms: int) -> None:
-    """A first token's scale among it; until the writer is done both are other ones. With few splits a warp has read
-    scales beside it before."""
+    """Attention reads the codes of a step's tokens, and the scale of a page that one of them begins, after its wait:
+    until the writer is done both are other ones. With few splits a warp has read neighbouring scales before."""
     case = make_case(DType.BFLOAT16, 8, 2, 64, [positions.stop])
     case.q = np.repeat(case.q, len(positions), axis=0)
     case.positions, case.slots = np.array(positions, np.int32), np.zeros(len(positions), np.int32)

@@ -1,4 +1,4 @@
-"""Draft trees over pages in fp8: what nodes are stored as, rows that read them, and paths that are accepted."""
+"""Draft trees over pages in fp8: storing nodes, rows that read them, and accepting paths."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ KERNELS = ("accept_nodes",)
 def test_nodes_are_stored_as_plain_rows_of_their_path_would_be(
     cuda: Any, dtype: DType, head_dim: int, base: int
 ) -> None:
-    """Codes, scales and queries to the bit; pages keep what they had, and padding stores nothing."""
+    """A node's codes, scales and query have the bits of a plain row of its path; pages keep what they had, and padding
+    stores nothing."""
     count, rng = 40, np.random.default_rng(base)
     masks = random_tree(rng, count, keep=0.2)
     store = Store(cuda, dtype, head_dim)
@@ -79,7 +80,8 @@ def test_bases_around_page_edges(
 @pytest.mark.parametrize(("group", "head_dim"), [(16, 128), (8, 64), (5, 96)])
 @pytest.mark.parametrize("base", [63, 510, 1020, 2044])
 def test_trees_of_64_nodes(cuda: Any, group: int, head_dim: int, base: int) -> None:
-    """Runs become longer from 9 and from 17 pages on, and are more than eight, and of several clusters, from 33."""
+    """A node's row has the bits of a plain row of its path at every cut of pages: runs become longer from 9 and from 17
+    pages on; from 33 there are more than eight, of several clusters."""
     masks = random_tree(np.random.default_rng(base), 63, keep=0.1)
     tree, plain = make_fp8_tree(DType.BFLOAT16, group, 2, head_dim, (base, [*masks, 2**64 - 1]))
     assert_same_bits(cuda, tree, plain, counts=(2, 8, 12, 16, 24, 32), oracle_every=16)
@@ -88,7 +90,8 @@ def test_trees_of_64_nodes(cuda: Any, group: int, head_dim: int, base: int) -> N
 @pytest.mark.parametrize(("portable", "sms"), [(False, 132), (False, 8), (True, 2)])
 @pytest.mark.parametrize("base", [2048, 8127])
 def test_long_contexts(cuda: Any, base: int, portable: bool, sms: int) -> None:
-    """With few splits a run has more pages than a warp looks up at a time, with few multiprocessors rows take turns."""
+    """Rows of trees have the bits of plain rows also where, with few splits, a run has more pages than a warp looks up
+    at a time, and where, with few multiprocessors, runs take turns."""
     masks = random_tree(np.random.default_rng(base), 20, keep=0.1)
     tree, plain = make_fp8_tree(DType.FLOAT16, 16, 2, 64, (base, masks))
     assert_same_bits(cuda, tree, plain, portable=portable, sms=sms, counts=(1, 3, 12), oracle_every=8)
@@ -130,7 +133,8 @@ def tree_struct(cuda: Any, slot: int, root: int, path: list[int]) -> Any:
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize(("root", "path"), [(0, [0]), (60, [0, 1, 5, 6, 9, 12]), (64, [0, 3]), (1, list(range(64)))])
 def test_an_accepted_path_in_every_layer(cuda: Any, head_dim: int, root: int, path: list[int]) -> None:
-    """Codes go to their positions and new pages get scales, in keys and values; nothing else changes."""
+    """An accepted path's codes go to their positions and new pages get scales, in keys and values of every layer;
+    nothing else changes."""
     rng, layers, pages, kv_heads = np.random.default_rng(root), 3, 5, 2
     tables = np.array([[0] * 3, [4, 1, 3]], np.int32)
     shapes = (layers, pages, kv_heads, PAGE_SIZE, head_dim), (layers, pages, kv_heads)
@@ -158,7 +162,7 @@ def test_an_accepted_path_in_every_layer(cuda: Any, head_dim: int, root: int, pa
 
 
 def test_accepted_paths_of_two_trees(cuda: Any) -> None:
-    """Each from its own nodes, which lie behind those of the tree before, into its own slot."""
+    """Each tree's path is taken from its own nodes, which lie behind those of the tree before, into its own slot."""
     rng, tables, paths = np.random.default_rng(6), np.array([[0, 2], [4, 1], [3, 5]], np.int32), ([0, 1, 4], [0, 2])
     shapes = ((2, 6, 2, PAGE_SIZE, 64), (2, 6, 2), (2, 10, 2, 64), (2, 10, 2))
     made = [
@@ -219,7 +223,7 @@ def test_compressed_keys_of_an_accepted_path(
 def test_sparse_rows_of_a_tree_are_the_plain_rows_of_their_path(
     cuda: Any, dtype: DType, base: int, portable: bool
 ) -> None:
-    """The blocks that they choose, and what they attend to, to the bit."""
+    """A node's row chooses the blocks of the plain row of its path, and its attention has the same bits."""
     rng, count, kv_heads, head_dim = np.random.default_rng(base), 40, 2, 64
     masks = random_tree(rng, count, keep=0.25)
     slots = Slots(dtype, [base], group=16, kv_heads=kv_heads, head_dim=head_dim)
@@ -247,7 +251,7 @@ def test_sparse_rows_of_a_tree_are_the_plain_rows_of_their_path(
 
 
 def accepted(slots: Slots, base: int, path: list[int]) -> Slots:
-    """The same slots after the path was accepted."""
+    """Return a copy of the slots after the path is accepted."""
     plain = copy.copy(slots)
     assert slots.pages is not None
     plain.pages = {}

@@ -1,4 +1,4 @@
-"""gate_rows against the NumPy op: widths around the block's, norms and gates that are not there, far gates, guards."""
+"""gate_rows against the NumPy op: widths around the block's, missing norms and gates, large gates, guards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GUARD, EPS = 256, 1e-5
 
 
 def run(cuda: Any, dtype: DType, rows: Any, norm: Any, gate: Any, pdl: bool = False) -> Any:
-    """The rows afterwards; what lies around them must stay poison."""
+    """Return the rows that the kernel has gated in place; the guards around them must stay poison."""
     whole = np.full(rows.size + 2 * GUARD, np.nan, np.float32)
     whole[GUARD : GUARD + rows.size] = rows.reshape(-1)
     out = cuda.array(whole, dtype)

@@ -1,4 +1,4 @@
-"""gate_up_row.cu, the routing and first products of one row: the bits that a row has in company."""
+"""gate_up_row.cu, the routing and first products of one row: the bits that the row has among others."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def test_a_row_alone_is_the_row_in_company(cuda: Any, name: str, dtype: DType) -
 @BY_DTYPE
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_row_is_the_oracles(cuda: Any, name: str, dtype: DType) -> None:
-    """Routing against scores in float64, products against the NumPy ops with the routing that was found."""
+    """One row's routing matches scores in float64, and its products match the NumPy ops that are given the device's
+    routing."""
     case = Case(SHAPES[name], dtype, 1)
     routing, inner, out = OnDevice(cuda, case).layer([0])
     normed = case.ops._normalised(case.x, case.norm, EPS)[0].astype(np.float64)
@@ -116,7 +117,8 @@ def test_a_row_of_padding_has_no_experts_and_stays(cuda: Any, pdl: bool) -> None
 @gpu
 @pytest.mark.parametrize("name", ["8x2B in 16 bits", "8x2B in 4 bits"])
 def test_the_row_is_read_when_the_kernel_before_has_written_it(cuda: Any, name: str) -> None:
-    """Norm and router are asked for before the wait; row and slot, which an earlier kernel writes, are not."""
+    """The row and its slot, which an earlier kernel writes, are read after the wait; norm and router are loaded before
+    it."""
     case = Case(SHAPES[name], DType.BFLOAT16, 1)
     device = OnDevice(cuda, case)
     expected = device.layer([0])
@@ -136,7 +138,7 @@ def test_the_row_is_read_when_the_kernel_before_has_written_it(cuda: Any, name: 
 
 
 def stand_in(bits: int, rows: int, in_features: int) -> Any:
-    """A weight that has only a shape and a layout."""
+    """Return a stand-in for a weight, which has only a shape and a layout."""
     if bits == 16:
         return np.broadcast_to(np.zeros((), np.float16), (rows, in_features))
     return PackedWeight(None, None, PackedLayout("gate_up", rows, in_features, 8, 128, False))
@@ -157,7 +159,8 @@ def test_every_build_fits_the_shared_memory(device: Device, bits: int) -> None:
 
 
 def test_what_the_published_model_gets() -> None:
-    """An H200 takes its 1440 tiles in one round, eleven a multiprocessor; in 4 bits all are on their way at once."""
+    """An H200 takes the published model's 1440 tiles in one round, eleven a multiprocessor; in 4 bits all turns of a
+    warp are loaded at once."""
     for bits, ahead in ((16, 5), (4, 6)):
         built = row_constants(weight(bits, 5760, 8, 2304), 8, 2, H200)
         assert (built.route_warps, built.warps, built.ahead) == (9, 11, ahead)
@@ -169,7 +172,8 @@ def test_what_the_published_model_gets() -> None:
 @pytest.mark.parametrize("top", [1, 2, 3, 8])
 @pytest.mark.parametrize("bits", [16, 4])
 def test_what_is_fetched_ahead_lies_within_an_expert(bits: int, top: int) -> None:
-    """Of the published model's two experts of 26.5 MB in 16 bits 7 MiB each, in 4 bits all; in whole 16 bytes."""
+    """The bytes fetched ahead are a multiple of 16 and lie within one expert: of each of the published model's two
+    experts 7 MiB of 26.5 MB in 16 bits, and all in 4 bits."""
     for hidden, inner in ((2304, 5760), (64, 128), (256, 16384)):
         down = stand_in(bits, 8 * hidden, inner)
         expert_bytes, ahead = bytes_ahead(down, 8, top)

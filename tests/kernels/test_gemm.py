@@ -1,4 +1,4 @@
-"""gemm against NumPy: edges of tiles, both types, every tile size, alpha and beta; and how a tile is chosen."""
+"""gemm against NumPy: edges of tiles, both types, every tile size, alpha and beta; and the choice of a tile size."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def run(
     pdl: bool = False,
     gap: int = 0,
 ) -> np.ndarray[Any, Any]:
-    """alpha x w^T, plus y where it is given; else over poison. What lies around the result must stay poison.
+    """Return the kernel's alpha x w^T, plus y if it is given; without y the output holds poison before.
 
-    `gap` elements lie between its rows.
+    `gap` elements lie between the output's rows; they and the guards around the output must stay poison.
     """
     (m, k), n = x.shape, w.shape[0]
     shared = (128 + tile["TILE_N"]) * tile["TILE_K"] * 2 * tile["STAGES"]
@@ -61,7 +61,7 @@ def run(
 
 
 def integers(seed: int, *shape: int) -> np.ndarray[Any, Any]:
-    """Products of these sum up exactly in float32, in any order."""
+    """Return small random integers, whose products sum up exactly in float32, in any order."""
     return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 

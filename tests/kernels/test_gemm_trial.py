@@ -1,4 +1,5 @@
-"""What a start remembers of the trials of cuBLASLt's algorithms, and when it tries them again."""
+"""The verdicts of GemmTrial on cuBLASLt's algorithms: which of them later starts reuse, and when an algorithm is tried
+again."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ BASIS = ("gemm.cubin", "NVIDIA H200", "sm_90", 132, (13, 0))
 
 
 REFUSED = 8
-"""The library does not take the trial's shape with this one."""
+"""The number of an algorithm with which the library refuses the trial's shape."""
 
 
 def algorithm(number: int) -> Algorithm:
@@ -33,7 +34,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Start:
-    """A start of a process on a library of some version; odd algorithms give the own kernel's bits."""
+    """A start of a process, on a library of some version. Algorithms of odd numbers give the bits of the project's own
+    kernel."""
 
     def __init__(self, basis: tuple[object, ...] = BASIS, version: int = 130100, dtype: DType = DType.BFLOAT16):
         self.tried: list[int] = []
@@ -60,7 +62,8 @@ def test_a_start_tries_each_algorithm_once_and_the_next_one_none() -> None:
 
 
 def test_a_refusal_is_not_kept(cache: Path) -> None:
-    """It may have had another reason, such as memory, and costs little."""
+    """A refusal is not kept, so a later start tries again: its reason may have been another one, such as memory, and a
+    try costs little."""
     for start in (Start(), Start()):
         assert start.verdicts(REFUSED, REFUSED) == [False, False] and start.tried == [REFUSED]
     assert not cache.exists()
@@ -83,7 +86,7 @@ def test_another_library_or_type_is_tried_anew(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"differs", b"agree", b"AGREES"])
 def test_a_damaged_verdict_is_tried_anew_and_kept_again(cache: Path, damage: bytes) -> None:
-    """Whatever a file holds, its name says what it should."""
+    """A verdict's file with any other content is tried anew and overwritten under the same name."""
     Start().verdicts(1)
     (path,) = cache.iterdir()
     path.write_bytes(damage)
@@ -94,7 +97,8 @@ def test_a_damaged_verdict_is_tried_anew_and_kept_again(cache: Path, damage: byt
 
 
 def test_verdicts_are_no_cubins() -> None:
-    """Those who count the compiled kernels, or look for any compiler's, find none."""
+    """Verdicts are not found as cubins, neither by counting compiled kernels nor by a search for any compiler's
+    cubin."""
     Start().verdicts(1, 2)
     kept = list(cubin_cache.folder().iterdir())
     assert len(kept) == 2 and list(cubin_cache.folder().glob("*.cubin")) == []

@@ -1,4 +1,5 @@
-"""group_pairs.cu against a stable sort: every length of a warp's stretch, one expert, none."""
+"""group_pairs.cu against a stable sort: every length of a warp's stretch of pairs, all pairs of one expert, and pairs
+without an expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""head_rows: the rows that linear_head makes of x, bit for bit, and lengths that are never too small."""
+"""head_rows: its normalised rows give the logits of linear_head bit for bit, and their lengths are never too small."""
 
 from __future__ import annotations
 

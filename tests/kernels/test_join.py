@@ -1,4 +1,4 @@
-"""join against the NumPy op, bitwise against rms_norm: widths, norms left out, guards, row invariance."""
+"""join against the NumPy op and, bit for bit, against rms_norm: widths, missing norms, guards, row invariance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GUARD, EPS = 256, 1e-5
 
 
 def run(cuda: Any, dtype: DType, halves: list[Any], norms: list[Any], pdl: bool = False) -> Any:
-    """The joined rows; what lies around them must stay poison."""
+    """Return the joined rows; the guards around them must stay poison."""
     (rows, a_columns), (_, b_columns) = (half.shape for half in halves)
     size = rows * (a_columns + b_columns)
     out = cuda.array(np.full(size + 2 * GUARD, np.nan, np.float32), dtype)

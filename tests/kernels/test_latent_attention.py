@@ -1,4 +1,5 @@
-"""latent_attention.cu, latent_chunk.cu and what goes with them against the NumPy ops: trees, chunks, invariance."""
+"""The kernels of latent attention (latent_attention.cu, latent_chunk.cu and others) against the NumPy ops: trees,
+chunks, invariance."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def plan_of(sizes: Sizes, device: Any, max_context: int = 8192) -> LatentPlan:
 
 
 class LatentDevice:
-    """Uploads a case once; runs its ops on rows, checks what lies around their outputs."""
+    """A case on the device: it is uploaded once, its ops run on given rows, and the guards around their outputs are
+    checked."""
 
     def __init__(self, cuda: Any, case: LatentCase, *, sms: int = 132, capability: int | None = None):
         self.cuda, self.case, self.dtype = cuda, case, case.data.dtype
@@ -84,8 +86,11 @@ class LatentDevice:
         self, q: Any, rows: Rows, *, pdl: bool = False, launches: int = 1, bucket: int | None = None,
         latents: Any | None = None,
     ) -> Any:  # fmt: skip
-        """The attention of rows, whose own `latents` go to the pages first; with `is_prefill` those of a chunk in a
-        bucket, behind which nothing matters."""
+        """Return the attention of the rows, whose own `latents` (if given) go to the pages first.
+
+        Rows with `is_prefill` are a chunk in a bucket of `bucket` rows; the bucket's rows behind the chunk do not
+        matter.
+        """
         count, width = len(q), self.case.sizes.heads * self.case.sizes.value
         total = bucket or count
         out = self.cuda.array(np.full(total * width + 2 * GUARD, np.nan, np.float32), self.dtype)
@@ -162,7 +167,8 @@ def test_a_row_does_not_depend_on_the_others(cuda: Any, heads: int) -> None:
 @DTYPES
 @pytest.mark.parametrize("heads", [3, 40])
 def test_rows_that_append_their_latents_first(cuda: Any, dtype: DType, heads: int) -> None:
-    """Some rows share a slot and see each other, one of padding is nowhere; old keys are read before new ones come."""
+    """Rows append their latents before they attend: rows of one slot see each other, and a padding row stores nothing
+    and gets zeros. Old keys are read before the new ones are there."""
     lengths = [1, 64, 65, 300, 2049]
     case = LatentCase(sizes_of(heads), lengths, dtype)
     slots, ends = np.array([0, 1, 2, 2, 2, 3, 4, 4, -1]), np.array([1, 64, 63, 64, 65, 300, 2048, 2049, 1])
@@ -195,7 +201,7 @@ def test_rows_that_append_their_latents_first(cuda: Any, dtype: DType, heads: in
     again, given = cuda.array(np.full_like(out, np.nan), dtype), (cuda.array(values, dtype) for values in (q, latents))
     decode(again, *given, device.pages, device.weights, device.rope, device.rows(rows), case.sizes.scale, EPS, later)
     assert np.array_equal(cuda.numpy(again, dtype), out), "a weight that comes to the L2 meanwhile changes nothing"
-    for row in range(8):  # alone, with the others' keys there
+    for row in range(8):  # each row alone, with the other rows' keys in the pages
         device.pages = cuda.array(stored, dtype)
         alone = make_rows(rows.positions[[row]], rows.slots[[row]], case.tables)
         assert np.array_equal(device.run(q[[row]], alone, pdl=True, latents=latents[[row]])[0], out[row]), row
@@ -235,7 +241,8 @@ def test_padding_rows_become_zeros(cuda: Any) -> None:
 @pytest.mark.gpu
 @DTYPES
 def test_large_scores_do_not_overflow(cuda: Any, dtype: DType) -> None:
-    """Absorbed queries are rounded, so that of scores in the hundreds some weights differ: not where one key is all."""
+    """Scores in the hundreds give finite outputs, most of which match the oracle. Absorbed queries are rounded, so some
+    heads' weights differ, but not where one key has all the weight."""
     case, q, rows = step_case(dtype, 20, [3, 64, 1000])
     q *= 64
     out, wanted = LatentDevice(cuda, case).run(q, rows), expected(case, q, rows)
@@ -332,7 +339,8 @@ def test_append_latent(cuda: Any, dtype: DType, count: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, 64, 1000, 5000])
 def test_a_step_waits_for_the_queries_and_its_latents(cuda: Any, length: int) -> None:
-    """Until the writer is done queries and latents are NaN, and so are the keys at the rows' own positions."""
+    """A step reads its queries and latents after its wait: until the writer is done they are NaN, and so are the keys
+    at the rows' own positions."""
     count = min(length, 3)
     case = LatentCase(sizes_of(20), [length], DType.BFLOAT16)
     device, q, latents = LatentDevice(cuda, case), case.queries(count), case.data(count, 128 + 288)
@@ -360,7 +368,7 @@ def test_a_step_waits_for_the_queries_and_its_latents(cuda: Any, length: int) ->
 
 
 def packed_queries(cuda: Any, sizes: Sizes, dtype: DType) -> tuple[PackedWeight, Any]:
-    """The weight that makes queries of latents, in 4 bits, and as float32."""
+    """Return the weight that makes queries of latents, packed in 4 bits and as float32."""
     shape, rng = (sizes.heads * (sizes.nope + sizes.rotated), sizes.q_rank), np.random.default_rng(5)
     layout = layout_of("qkv", shape, 128, cuda.device, head_dim=PLAIN_HEAD_DIM)
     codes = rng.integers(0, 16, shape).astype(np.uint8)
@@ -375,7 +383,8 @@ def packed_queries(cuda: Any, sizes: Sizes, dtype: DType) -> tuple[PackedWeight,
 def test_queries_of_one_row_are_made_where_they_are_absorbed(
     cuda: Any, dtype: DType, heads: int, q_rank: int
 ) -> None:
-    """In the bits of the product and of `absorb_queries` behind it, which other numbers of rows take."""
+    """One row's queries are made and absorbed in one kernel, with the bits of the product and `absorb_queries` that
+    other numbers of rows take."""
     sizes = replace(sizes_of(heads), q_rank=q_rank)
     case = LatentCase(sizes, [1, 65, 700, 300], dtype)
     device, (packed, weight) = LatentDevice(cuda, case), packed_queries(cuda, sizes, dtype)
@@ -417,7 +426,7 @@ def test_queries_of_one_row_are_made_where_they_are_absorbed(
 
 
 class Recording:
-    """A launcher that notes the kernels, their grids and what they are given."""
+    """A launcher that only records the kernels, their grids and their arguments."""
 
     is_recording = True
 

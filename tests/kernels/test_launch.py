@@ -1,4 +1,4 @@
-"""Kernel parameters as the driver reads them, and launches on a device."""
+"""Packing of kernel parameters as the driver reads them, and launches on a device."""
 
 from __future__ import annotations
 

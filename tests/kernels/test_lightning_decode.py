@@ -1,4 +1,5 @@
-"""lightning_decode and lightning_accept against a recurrence in float64: rows of several slots, chains, their bits."""
+"""lightning_decode and lightning_accept against a recurrence in float64: rows of several slots, and chains, bit for bit
+as plain decoding."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ THREADS = 256
 
 
 def decode(cuda: Any, case: LightningCase, states: Any, rows: Any, *, chain: Any = None, pdl: bool = False) -> Any:
-    """The outputs of these rows of the case, whose positions and slots it has; `states` changes, on the device."""
+    """Run lightning_decode on these rows of the case and return their outputs; `states`, on the device, changes unless
+    there is a `chain`."""
     kernel = cuda.kernel("lightning_decode", case.dtype, HEAD_DIM=case.head_dim, CHAIN=int(chain is not None))
     count, out = len(rows), cuda.array(np.full(len(rows) * case.width + 2 * GUARD, np.nan, np.float32), case.dtype)
     grid = (case.head_dim // 32, case.num_heads, 1 if chain is not None else count)
@@ -62,7 +64,8 @@ def test_rows_of_other_slots_and_padding_change_no_bit(cuda: Any, dtype: DType, 
 def test_a_chain_has_the_bits_of_plain_decoding(
     cuda: Any, dtype: DType, heads: int, head_dim: int, is_plain: bool, count: int
 ) -> None:
-    """The last two of its rows are padding. The states behind accepted ones are the same too, in both layers."""
+    """The rows of a chain, of which the last two are padding, have the bits of plain decoding, and so have the states
+    after the accepted rows, in both layers."""
     case = LightningCase(dtype, heads, head_dim, count + 2, is_plain=is_plain)
     case.slots[count:] = -1
     plain, verified = cuda.array(case.states), cuda.array(np.stack([case.states, case.states + 1]))

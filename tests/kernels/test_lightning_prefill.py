@@ -1,4 +1,5 @@
-"""lightning_heads and lightning_prefill against a recurrence in float64: partial blocks, borders, padding, bits."""
+"""lightning_heads and lightning_prefill against a recurrence in float64: partial blocks, borders of chunks, padding,
+equal bits."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ SHAPES = [(3, 128, False), (2, 64, False), (5, 64, True), (32, 128, False)]
 def prefill(
     cuda: Any, case: LightningCase, states: Any, start: int, end: int, *, bucket: int = 0, pdl: bool = False
 ) -> Any:
-    """The outputs of the tokens start .. end - 1 as one chunk, in a bucket of so many rows (0: as many)."""
+    """Return the outputs of the tokens start .. end - 1 as one chunk, in a bucket of `bucket` rows (0: as many as
+    tokens)."""
     count, rows = end - start, max(bucket, end - start)
     constants = {"HEAD_DIM": case.head_dim}
     padded = np.zeros((rows, 3 * case.width), np.float32)
@@ -79,7 +81,7 @@ def test_where_a_prompt_is_cut_and_padding_change_no_bit(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1e-3, 1e3])
 def test_large_and_small_states(cuda: Any, dtype: DType, size: float) -> None:
-    """In fp16 a state may be larger than the largest number that fp16 has: outputs alone must be in its range."""
+    """With fp16 a state may exceed the largest fp16 number: only outputs must be in the range of fp16."""
     case = LightningCase(dtype, 2, 128, 100)
     case.states *= np.float32(size * 30 if dtype is DType.FLOAT16 and size > 1 else size)
     case.q_norm /= 64 if size > 1 else 1
@@ -90,7 +92,7 @@ def test_large_and_small_states(cuda: Any, dtype: DType, size: float) -> None:
 
 
 def test_an_empty_chunk_changes_nothing(cuda: Any) -> None:
-    """It runs so before any prompt, when a graph is captured."""
+    """An empty chunk changes no states: the kernel runs with one before any prompt, when a graph is captured."""
     case = LightningCase(DType.BFLOAT16, 2, 64, 64)
     states, case.slots[:] = cuda.array(case.states), -1
     kernel = cuda.kernel("lightning_prefill", case.dtype, HEAD_DIM=64)

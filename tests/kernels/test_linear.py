@@ -1,4 +1,5 @@
-"""linear.cu against the NumPy ops: every epilogue, real shapes, both paths, bitwise row invariance, guards."""
+"""linear.cu against the NumPy ops: every epilogue, shapes of models, portable path or not, bitwise row invariance,
+guards."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ SHAPES = SMALL | LARGE
 
 @dataclass
 class Case:
-    """Operands for 64 rows as float32 that holds storage values, and the oracle's result for all of them."""
+    """A product's operands for 64 rows, as float32 that holds storage values."""
 
     product: str
     dtype: DType
@@ -98,7 +99,7 @@ def make_case(name: str, dtype: DType, has_bias: bool = True, is_draft: bool = F
 
 
 class Launcher(OnDevice):
-    """`run` gives the words of the first `num_rows` output rows."""
+    """A case on the device; `run` launches the product and returns the words of the first `num_rows` output rows."""
 
     def __init__(self, cuda: Any, case: Case, *, portable: bool):
         super().__init__(cuda, case, portable=portable)
@@ -106,7 +107,7 @@ class Launcher(OnDevice):
         self.path = {"CPMRT_PORTABLE": 1} if portable else {}
 
     def run(self, num_rows: int, *, pdl: bool = False, raw: bool = False) -> Any:
-        """`raw`: a qkv product as it is, without pages."""
+        """Run the product and return its words; with `raw` a qkv product stores its plain rows, without pages."""
         case, has_norm = self.case, self.case.arrays["norm"] is not None
         outputs = (self.poisoned(65, case.out_features),) if raw else self.outputs(num_rows)
         product = self.product(num_rows, (*outputs, None, None) if raw else outputs)
@@ -148,7 +149,8 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
 def test_where_a_row_was_is_not_taken_for_where_it_is(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, name: str, stale: str, num_rows: int
 ) -> None:
-    """Until the kernel before is done, rows' positions, slots or pages are those of others."""
+    """The product reads rows' positions, slots and block tables after its wait: until the preceding kernel is done they
+    are those of other rows."""
     launcher = Launcher(cuda, make_case(name, DType.BFLOAT16), portable=False)
     expected, held = launcher.run(num_rows), launcher.arrays[stale]
     writer, wait = SlowWriter(cuda, [held], [held[::-1].copy()], [held.copy()]), launcher.wait
@@ -234,7 +236,8 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, device: Devic
 
 
 def test_blocks_of_one_row_find_room_beside_those_of_the_product_before() -> None:
-    """Of the 0.5B: gate_up beside o, and where attention has multiprocessors two of gate_up."""
+    """With one row of the 0.5B, a block of gate_up fits on a multiprocessor beside one of o, and so do two blocks of
+    gate_up, for when attention still holds other multiprocessors."""
     taken = {
         name: plan_linear(SHAPES[name][0], SHAPES[name][1:3], 1, H200).constants.smem_bytes
         for name in ("0.5B o", "0.5B gate_up")
@@ -245,14 +248,14 @@ def test_blocks_of_one_row_find_room_beside_those_of_the_product_before() -> Non
 
 @dataclass(frozen=True)
 class PlanBuild:
-    """A product on a device, for every number of rows that it is compiled for."""
+    """A product to compile for a device, for every number of rows that has its own build."""
 
     name: str
     device: Device
     arch: str
 
     def sizes(self) -> Iterator[Any]:
-        """Its compile-time sizes for each number of rows."""
+        """Yield the product's compile-time sizes for each number of rows."""
         product, out_features, in_features, head_dim, _ = SHAPES[self.name]
         size = out_features, in_features
         for rows in (1, 8, 12, 16, 32, 64):
@@ -268,7 +271,7 @@ BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
 
 
 def tiered(build: PlanBuild) -> Any:
-    """The first tier has one product of the 0.5B shape."""
+    """Return the pytest parameter of a build: only one product of the 0.5B's shape is in the first tier of tests."""
     marks = () if build.name == "0.5B gate_up" else pytest.mark.all
     return pytest.param(build, id=f"{build.name}-{build.arch}", marks=marks)
 
@@ -287,7 +290,8 @@ def test_a_step_has_1_to_64_rows(rows: int) -> None:
 
 
 def test_lanes_meet_every_k_once_and_both_operands_agree() -> None:
-    """The order of k inside 32: what lane t holds as words 0-3 of row g meets the same k of the token."""
+    """Within 32 columns the lanes' order of k covers each k once, and it is the same for both operands: words 0-3 of
+    row g that a lane holds meet the same k of the token."""
     weights, tokens = np.random.default_rng(0).standard_normal((2, 8, 32))
     total = np.zeros((8, 8))
     for step in range(2):

@@ -1,4 +1,5 @@
-"""linear_packed.cu and prepare_rows.cu against the NumPy ops on dequantised weights; the same bits in any company."""
+"""linear_packed.cu and prepare_rows.cu against the NumPy ops on dequantised weights; a row's bits must not depend on
+the other rows."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ LARGE_EIGHT_BITS = {
     "8B head in 8 bits": ("head", 20001, 4096, 0, 0, 128, False, False),
     "8B head in 8 bits, groups of 64": ("head", 20001, 4032 + 64, 0, 0, 64, False, False),
 }
-# Of ternary weights a code of 0 does not come; the kernels take it.
+# Ternary weights never have the code 0, but the kernels take it.
 TWO_BITS = {
     "ternary qkv": ("qkv", 768, 256, 64, 2, 128, False, False),
     "ternary o, groups of 64": ("residual", 256, 512, 0, 0, 64, False, False),
@@ -113,7 +114,7 @@ TWO_BITS |= {
     )
 }  # fmt: skip
 LARGE_TWO_BITS = {f"ternary {name}": LARGE[name] for name in ("8B qkv", "8B o", "8B gate_up", "8B down")}
-# Groups of 16 and minimums come with blocks of GGUF files.
+# Groups of 16 and minimums, as blocks of GGUF files have them.
 BLOCKS_4 = {
     "minimums qkv": ("qkv", 768, 256, 64, 2, 32, MINIMUMS, False),
     "minimums o": ("residual", 256, 512, 0, 0, 32, MINIMUMS, False),
@@ -154,12 +155,14 @@ FEEDING = {
     ORIN: set(),
     RTX_4090: set(),
 }
-"""Where blocks have whole slices of the rows that they write."""
+"""By device, the products whose blocks write whole slices of the output rows, so that they can prepare these for the
+next product."""
 
 
 @dataclass
 class Case:
-    """Operands for 64 rows as float32 that holds storage values; `weight` is dequantised in float32."""
+    """A packed product's operands for 64 rows, as float32 that holds storage values; `weight` is dequantised in
+    float32."""
 
     product: str
     dtype: DType
@@ -231,7 +234,7 @@ def packed_weight(case: Case, layout: PackedLayout) -> Any:
 
 
 class Launcher(OnDevice):
-    """`run` gives the words of the first `num_rows` output rows."""
+    """A case on the device; `run` launches the product and returns the words of the first `num_rows` output rows."""
 
     def __init__(self, cuda: Any, case: Case, *, portable: bool = False):
         super().__init__(cuda, case, portable=portable)
@@ -271,7 +274,7 @@ class Launcher(OnDevice):
 
 
 def check_every_number_of_rows(cuda: Any, case: Case, portable: bool) -> None:
-    """64 rows against the op, and fewer of them bit for bit as among those."""
+    """Check 64 rows against the op, and that fewer rows have the bits that they have among the 64."""
     expected, launcher = oracle(case), Launcher(cuda, case, portable=portable)
     widest = launcher.run(64)
     values = to_float32(widest, launcher.stored)
@@ -298,7 +301,7 @@ def test_against_the_op_and_bitwise_for_every_number_of_rows(
 @pytest.mark.parametrize("name", ["demo gate_up", "feeding gate_up"])
 def test_gates_of_a_fatrelu(cuda: Any, name: str, dtype: DType) -> None:
     case = make_case(name, dtype)
-    # A gate that rounding carries over the threshold is an error of so much times up.
+    # A gate that rounding carries over the threshold changes the output by the threshold times `up`, so it is small.
     case.arrays["fatrelu"] = 0.02
     values = to_float32(Launcher(cuda, case).run(64), dtype)
     assert 0.4 < (values == 0).mean() < 0.7
@@ -352,7 +355,8 @@ def test_a_row_does_not_see_the_others(cuda: Any, name: str) -> None:
 def test_where_a_row_was_is_not_taken_for_where_it_is(
     cuda: Any, monkeypatch: pytest.MonkeyPatch, name: str, stale: str
 ) -> None:
-    """Until the kernel before is done, a row's position, slot or pages are those of another."""
+    """The product reads the row's position, slot and block table after its wait: until the preceding kernel is done
+    they are those of another row."""
     launcher = Launcher(cuda, make_case(name, DType.BFLOAT16))
     expected, held = launcher.run(1), launcher.arrays[stale]
     writer, wait = SlowWriter(cuda, [held], [held[::-1].copy()], [held.copy()]), launcher.wait
@@ -378,7 +382,7 @@ def test_large_and_small_activations(cuda: Any, spread: float, name: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("name", ["odd head", "odd head in 8 bits"])
 def test_small_elements_beside_large_ones(cuda: Any, name: str, dtype: DType, num_rows: int) -> None:
-    """An element of x enters at most 2^-14 of its slice's largest away."""
+    """Each element of x enters the product with an error of at most 2^-14 of the largest element of its slice."""
     case = make_case(name, dtype, is_draft=True)
     case.arrays["x"][:, ::128] = round_to(case.arrays["x"][:, ::128] * np.float32(1000), dtype)
     x, weight = case.arrays["x"].astype(np.float64), case.arrays["weight"].astype(np.float64)
@@ -401,7 +405,8 @@ def test_small_elements_beside_large_ones(cuda: Any, name: str, dtype: DType, nu
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["odd head", "long head in 8 bits"])
 def test_slices_of_the_least_and_of_the_largest_elements(cuda: Any, name: str, dtype: DType, largest: float) -> None:
-    """No quantum is below 2^-100: elements below 2^-101 may become zero. Every second slice is zeros."""
+    """Slices of tiny, huge or zero elements keep the bound on errors. No quantum is below 2^-100, so elements below
+    2^-101 may become zero; every second slice is zeros."""
     case = make_case(name, dtype, is_draft=True)
     x = np.random.default_rng(3).uniform(-largest, largest, case.arrays["x"].shape)
     x.reshape(64, -1, 128)[:, :, 7], x.reshape(64, -1, 128)[:, 1::2] = largest, 0
@@ -582,19 +587,19 @@ def make_layout(name: str, device: Device) -> PackedLayout:
 
 
 SPILLING = {("permuted o in two rounds", 64)}
-"""8 bytes, in a product of 256 columns that no model has."""
+"""The (product, rows) whose builds spill: 8 bytes, in a product of 256 columns that no model has."""
 
 
 @dataclass(frozen=True)
 class PlanBuild:
-    """A product on a device, for every number of rows that it is compiled for."""
+    """A packed product to compile for a device, for every number of rows that has its own build."""
 
     name: str
     device: Device
     arch: str
 
     def sizes(self) -> Iterator[Any]:
-        """Its compile-time sizes for each number of rows."""
+        """Yield the product's compile-time sizes for each number of rows that does not spill."""
         layout = make_layout(self.name, self.device)
         for rows in ROW_BUCKETS:
             if (self.name, rows) not in SPILLING:
@@ -605,11 +610,12 @@ BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [
     PlanBuild(name, *device) for device in ((ORIN, "sm_87"), (RTX_4090, "sm_89"))
     for name in SHAPES if "8B" in name or "MiniCPM3" in name
 ]
-"""Not sm_100: there 64 rows spill up to 48 bytes, where the warps of a block do not multiply together."""
+"""The builds whose registers are checked. sm_100 is not among them: there products of 64 rows spill up to 48 bytes if
+the warps of a block do not multiply together."""
 
 
 def tiered(build: PlanBuild) -> Any:
-    """The first tier has one product of the 0.5B shape."""
+    """Return the pytest parameter of a build: only one product of the 0.5B's shape is in the first tier of tests."""
     marks = () if build.name == "0.5B qkv" else pytest.mark.all
     return pytest.param(build, id=f"{build.name}-{build.arch}", marks=marks)
 
@@ -632,7 +638,7 @@ def test_packing_loses_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_bytes_of_a_unit_are_those_of_the_header(bits: int) -> None:
-    """As packed_layout.cuh tells them."""
+    """The words of a lane in a packed unit hold the codes that packed_layout.cuh describes."""
     name = "odd head" if bits == 4 else "odd head in 8 bits"
     layout, case = make_layout(name, H200), make_case(name, DType.BFLOAT16)
     codes, packed, mask = case.arrays["codes"].astype(int), packed_weight(case, layout), 2**bits - 1
@@ -655,7 +661,8 @@ def test_shapes_that_the_kernels_do_not_take(columns: int, group_size: int, bits
 
 
 def test_low_bits_of_a_float_are_linear() -> None:
-    """What experts and prompt chunks rest on: 0 to 255 as 16-bit floats are that many times the smallest one."""
+    """The words 0 to 255 read as 16-bit floats are that many times the smallest float; the kernels of experts and
+    prompt chunks rely on it."""
     words = np.arange(256, dtype=np.uint16)
     np.testing.assert_array_equal(to_float32(words, DType.BFLOAT16), words * np.float32(2.0**-133))
     np.testing.assert_array_equal(words.view(np.float16).astype(np.float32), words * np.float32(2.0**-24))

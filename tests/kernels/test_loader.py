@@ -32,7 +32,8 @@ POISON = 0x7FFF
 
 
 def regions_of(specs: list[TensorSpec] | tuple[TensorSpec, ...]) -> tuple[dict[str, Region], int]:
-    """Regions at 256-byte boundaries with at least a guard between them."""
+    """Return a region for each tensor, at 256-byte boundaries with at least a guard between them, and the size of
+    all."""
     regions, end = {}, 2 * GUARD
     for spec in specs:
         end = -(-end // 256) * 256
@@ -67,7 +68,7 @@ def test_conversion_rounds_as_the_host_does(cuda: Any, dtype: DType, name: str, 
     values[: min(count, 5)] = [-0.0, 6e-8, 65000.0, np.nan, 1.00390625][: min(count, 5)]
     source = from_float32(values, stored)
     out, flag = cuda.array(np.full(count + 2 * GUARD + 1, POISON, np.uint16)), cuda.array(np.zeros(1, np.uint32))
-    # An odd element: packed tensors need not begin at a wider boundary.
+    # The output begins at an odd element: packed tensors need not begin at a wider boundary.
     cuda.kernel(name, dtype)(64, 256, out[GUARD + 1 :], flag, cuda.array(source), np.int32(count))
     words = cuda.numpy(out)
     assert (words[: GUARD + 1] == POISON).all() and (words[GUARD + 1 + count :] == POISON).all()
@@ -157,7 +158,7 @@ def test_the_device_writes_mapped_host_memory(cuda: Any) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A float32 checkpoint: everything is converted."""
+    """A float32 checkpoint, of which every tensor has to be converted."""
     return write_checkpoint(tmp_path / "model")
 
 
@@ -178,7 +179,7 @@ def test_a_streamed_checkpoint_equals_the_packed_one(cuda: Any, model: Path, dty
 
 
 def write_flat(folder: Path, shape: tuple[int, int], fill: float | None = None) -> TensorSpec:
-    """A bf16 checkpoint of one tensor."""
+    """Write a bf16 checkpoint of one tensor, with random words or all `fill`, and return the tensor's spec."""
     folder.mkdir()
     words = np.random.default_rng(1).integers(0, 0x7F00, shape, np.uint16)
     if fill is not None:

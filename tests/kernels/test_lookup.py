@@ -1,4 +1,5 @@
-"""lookup.cu against reference/draft_tree.py lookup and chain_nodes."""
+"""lookup.cu against `lookup` and `chain_nodes` of reference/draft_tree.py: drafts looked up in a sequence's own
+tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def test_what_followed_the_longest_latest_match(cuda: Any, portable: bool) -> No
 @pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 @pytest.mark.parametrize("length", [3, 11, 40])
 def test_instead_of_a_tree_only_where_three_tokens_came_before(cuda: Any, length: int, portable: bool) -> None:
-    """Else the tree's own nodes stay, and rows behind them are padding."""
+    """A looked-up chain replaces the tree only if the newest three tokens came before; else the tree's own nodes stay,
+    and the rows behind them are padding."""
     device, rng, kinds = TreeDevice(cuda, portable=portable), np.random.default_rng(length), set[bool]()
     for num_tokens in (2, 6, 90):
         for count in (1, 3, 17, 64, 200):
@@ -49,7 +51,7 @@ def test_instead_of_a_tree_only_where_three_tokens_came_before(cuda: Any, length
             shape, before = TreeShape(12, 1, 13, length), lookup(tokens, 12)
             device.hold(running)
             device.begin(running)
-            device.kernels.lookup(shape)  # a chain of twelve, as a tree that is there
+            device.kernels.lookup(shape)  # a chain of twelve tokens as the tree that may be replaced
             device.kernels.lookup_instead(shape)
             found = lookup(tokens, length, LONGEST_MATCH)
             nodes, tree = chain_nodes(tokens[-1], found or before, shape.num_nodes), device.tree()

@@ -1,4 +1,5 @@
-"""WHILE nodes: how often loop.cu has the body run, what answers the commands that it leaves; a loop amid a sequence."""
+"""WHILE nodes of CUDA graphs: how often loop.cu lets the body run, the answers to commands that it leaves out, and a
+loop amid other launches."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from cpmrt.dtypes import DType
 pytestmark = pytest.mark.gpu
 
 SLOTS = 4
-# Stands for a step: takes a command, and ends the sequences whose time has come.
+# A stand-in for a step: takes a command, and finishes the sequences that end at this step.
 STEP = r"""
 extern "C" __global__ void step(unsigned long long* context, char* states, int* count, const int* end_after,
                                 int offset, int stride) {
@@ -25,7 +26,7 @@ extern "C" __global__ void step(unsigned long long* context, char* states, int* 
     if (steps >= end_after[slot]) *reinterpret_cast<int*>(states + slot * stride + offset) = 1;
 }
 """
-# Writes down that it has run, and goes a position on as long as the sequence has not ended.
+# Logs `mark`; with mark 2, the body of the loop, also advances the position unless the sequence has finished.
 NOTE = """
 extern "C" __global__ void note(int* log, int* length, int* position, const int* finished, int mark) {
   log[(*length)++] = mark;
@@ -35,7 +36,8 @@ extern "C" __global__ void note(int* log, int* length, int* position, const int*
 
 
 class Loop:
-    """`passes` of so many steps a launch, over rows of these slots; a sequence ends after so many of all steps."""
+    """A graph of at most `passes[0]` passes of `passes[1]` steps a launch, over rows of `slots`. Slot s finishes after
+    `end_after[s]` steps of all launches."""
 
     def __init__(
         self, cuda: Any, passes: tuple[int, int], slots: list[int], num_words: int, end_after: list[int], *, pdl: bool
@@ -53,7 +55,7 @@ class Loop:
         sizes = map(np.int32, (ss.SLOT_STATE.fields["finished"][1], ss.SLOT_STATE.itemsize))
         arguments = (self.context, self.states, self.count, self.end_after, *sizes)
         with cuda.stream:
-            self.step((1,), (1,), arguments)  # which loads it
+            self.step((1,), (1,), arguments)  # loads the kernel
             for array in (self.context, self.states, self.count):
                 array.fill(0)
 
@@ -66,7 +68,7 @@ class Loop:
         self.graph = LoopGraph(cuda.stream, body)
 
     def launch(self) -> int:
-        """Steps that ran."""
+        """Launch the graph and return how many steps ran."""
         before = int(self.cuda.numpy(self.count)[0])
         self.graph.launch()
         return int(self.cuda.numpy(self.count)[0]) - before
@@ -108,7 +110,8 @@ def test_it_goes_on_as_long_as_a_sequence_does(
 
 
 def test_more_words_than_rows(cuda: Any) -> None:
-    """A speculative step has one sequence and several words."""
+    """Words of the commands left out are answered also where there are more words than rows: a speculative step has one
+    sequence and several words."""
     loop = Loop(cuda, (4, 2), [1], 6, [9, 2, 9, 9], pdl=True)
     assert loop.launch() == 2
     for number in range(3, 9):
@@ -118,7 +121,8 @@ def test_more_words_than_rows(cuda: Any) -> None:
 
 @pytest.mark.parametrize(("enabled", "expected"), [(True, [1, 2, 2, 2, 3]), (False, [1, *[2] * 6, 3])])
 def test_a_loop_runs_between_what_is_before_and_behind_it(cuda: Any, enabled: bool, expected: list[int]) -> None:
-    """In a graph as often as there is room, launch by launch as often as it may be."""
+    """The body runs between the launches before and behind it: in a graph as often as the sequence has room, launch by
+    launch the most times that it may run."""
     from cpmrt.cuda.driver.graphs import Graphs
 
     device, graphs = ChainDevice(cuda, used=2, room=POSITION + 4), Graphs(cuda.stream, enabled=enabled)
@@ -138,7 +142,7 @@ def test_a_loop_runs_between_what_is_before_and_behind_it(cuda: Any, enabled: bo
     device.tree.set("draft_ids", [17])
     device.kernels.begin(NUM_ROWS, 9)
     with cuda.stream:
-        mark(0)  # which loads it
+        mark(0)  # loads the kernel
         device.kernels.goes_on(np.uint64(0))
         graphs.add("all", launches)
         for turn in (1, 2):

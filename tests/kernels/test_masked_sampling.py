@@ -1,4 +1,5 @@
-"""masked_sampling.cu against the definition: masks of every kind, rows without one, tokens that were not sampled."""
+"""masked_sampling.cu against the definition in reference/sampling.py: masks of every kind, rows without a mask, rows
+that get a code instead of a token."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value:
 def launch(
     cuda: Any, rows: list[Row], masks: list[bytes | None], *, portable: bool = False
 ) -> tuple[list[int], list[Any]]:
-    """Sample `rows` under `masks` (None: any token), which are there already. Returns the tokens, or codes instead of
-    one, and the results of the rows that have one."""
+    """Sample `rows` under `masks` (None: any token), which are in place before the launch. Return the tokens, or codes
+    instead of tokens, and the results of the rows that have a token."""
     vocab, mask_rows = len(rows[0].logits), len(rows) + 3
     kernel = cuda.kernel("sample_masked", DType.BFLOAT16, VOCAB=vocab, PORTABLE=int(portable))
     states, counts = np.zeros(len(rows), SLOT_STATE), np.zeros((len(rows), vocab), np.uint32)

@@ -1,4 +1,5 @@
-"""masked_tree_sampling.cu: the host is told the tree, and a node samples what plain decoding samples under its mask."""
+"""masked_tree_sampling.cu: it tells the host the tree, and each node's token is the one that plain decoding samples
+under the node's mask."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def number_of(device: TreeDevice) -> int:
 
 
 def masks_of(nodes: Any, rng: np.random.Generator) -> dict[tuple[int, ...], bytes | None]:
-    """Masks of two thirds of the nodes by their paths: any token, a few, some or most. Behind a cut one all are cut."""
+    """Return masks of about two thirds of the nodes, by their paths: any token, a few, some or most tokens. A node
+    without a mask is cut, and so are all nodes behind it."""
     found: dict[tuple[int, ...], bytes | None] = {}
     for node in range(64):
         path = tuple(path_to(nodes, node))

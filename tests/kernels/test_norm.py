@@ -18,7 +18,7 @@ GUARD, EPS = 256, 1e-5
 
 
 def run(cuda: Any, dtype: DType, x: Any, weight: Any, pdl: bool = False) -> Any:
-    """The normalised rows; what lies around them must stay poison."""
+    """Return the normalised rows; the guards around them must stay poison."""
     out = cuda.array(np.full(x.size + 2 * GUARD, np.nan, np.float32), dtype)
     kernel = cuda.kernel("rms_norm", dtype, HIDDEN=x.shape[1])
     kernel(len(x), 256, out[GUARD:], cuda.array(x, dtype), cuda.array(weight, dtype), np.float32(EPS), pdl=pdl)

@@ -1,4 +1,4 @@
-"""packed_gemm*.cu against NumPy, and bit for bit against the unpacked weight; their plans."""
+"""packed_gemm*.cu against NumPy, and bit for bit against products with the unpacked weight. Also their plans."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES = {
 
 @dataclass
 class Case:
-    """A weight packed on the host, and the same weight in 16 bits."""
+    """A weight packed on the host, its layout, and the same weight in 16 bits."""
 
     layout: PackedLayout
     packed: Any
@@ -60,7 +60,8 @@ def make_case(name: str, dtype: DType, device: Device) -> Case:
 
 
 def run(cuda: Any, dtype: DType, case: Case, x: Any, y: Any | None, alpha: float, plan: ChunkPlan) -> Any:
-    """alpha x w^T, plus y where it is given, else over poison; rows lie 16 elements apart, and what is around stays."""
+    """Return the kernel's alpha x w^T, plus y if it is given; without y the output holds poison before. The 16 elements
+    between output rows and the rows around them must stay poison."""
     count, columns = len(x), case.layout.out_features
     buffer = np.full((count + 2, columns + 16), np.nan, np.float32)
     if y is not None:
@@ -105,7 +106,8 @@ def test_it_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("name", CASES)
 def test_a_long_chunk_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType) -> None:
-    """Also rows that fill no tile, and in blocks of every width."""
+    """A long chunk has the bits of the dense product, also with rows that fill no tile and with blocks of every
+    width."""
     case, rng = make_case(name, dtype, cuda.device), np.random.default_rng(7)
     most = 300
     x = round_to(rng.standard_normal((most, case.layout.in_features), np.float32), dtype)

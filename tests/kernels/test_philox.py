@@ -1,4 +1,4 @@
-"""philox.cuh against reference/philox.py: the same bits; the estimate of the noise is near the noise."""
+"""philox.cuh gives the bits of reference/philox.py, and its estimate of the noise is near the noise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_estimate_of_every_words_noise(cuda: Any, tmp_path: Path) -> None:
     largest = cuda.cupy.zeros(1, np.uint32)
     compiled(cuda, tmp_path, "errors", ESTIMATES)((4096,), (256,), (largest,))
     error = cuda.cupy.asnumpy(largest).view(np.float32)[0]
-    assert error <= 2e-5  # not so if it is NaN
+    assert error <= 2e-5  # fails for NaN too
 
 
 @pytest.mark.gpu

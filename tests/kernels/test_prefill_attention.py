@@ -26,7 +26,7 @@ ARCHITECTURES = {"prefill_attention": 80, "prefill_attention_wgmma": 90}
 
 @pytest.fixture(params=ARCHITECTURES)
 def arch(cuda: Any, request: Any) -> int:
-    """The compute capability to plan for: one for each kernel."""
+    """The compute capability to plan for, one for each of the two kernels."""
     capability = ARCHITECTURES[request.param]
     if capability == 90 and cuda.arch != "sm_90":
         pytest.skip("wgmma is an instruction of sm_90 alone")
@@ -35,7 +35,7 @@ def arch(cuda: Any, request: Any) -> int:
 
 @dataclass
 class Case:
-    """`count` rows from `start` on in slot 1 of 3; cache that was never written is NaN."""
+    """A chunk's rows from position `start` on, in slot 1 of 3; cache that was never written is NaN."""
 
     dtype: DType
     start: int
@@ -68,7 +68,8 @@ def make_case(
 def run(
     cuda: Any, arch: int, case: Case, bucket: int, *, slot: int = SLOT, pdl: bool = False, window: int = 0
 ) -> np.ndarray[Any, Any]:
-    """Rows of the bucket; those past the chunk must come back as NaN, the poison they were filled with."""
+    """Return all rows of the bucket; callers check that rows past the chunk are still NaN, the poison they were filled
+    with."""
     count, width = case.q.shape
     num_kv_heads, head_dim = case.k_pages.shape[1], case.k_pages.shape[3]
     plan = PrefillPlan.of(GroupedAttention(width // head_dim, num_kv_heads, head_dim), arch)
@@ -131,7 +132,8 @@ def test_a_chunk_of_nothing_but_the_row_before_the_sequence(cuda: Any, arch: int
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (16, 128), (5, 96), (3, 64)])
 @pytest.mark.parametrize("window", [1, 64, 100, 1000])
 def test_windows(cuda: Any, arch: int, group: int, head_dim: int, window: int) -> None:
-    """Whole tiles of 128 keys before the first row's window are not even read; other keys before it do not count."""
+    """Whole tiles of 128 keys before the first row's window are not read; other keys before a row's window do not
+    count."""
     for start, count in ((0, 70), (100, 193), (1000, 300), (2047, 65)):
         case = make_case(DType.BFLOAT16, group, 1, head_dim, start, count)
         first, table = max(start + 1 - window, 0), case.block_tables[SLOT]

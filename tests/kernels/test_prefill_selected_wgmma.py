@@ -1,4 +1,5 @@
-"""prefill_selected_wgmma: a chunk's rows over blocks that each chose, neighbours together, against the NumPy op."""
+"""prefill_selected_wgmma against the NumPy op: rows of a chunk attend to the blocks that each chose, neighbouring rows
+together."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SHAPES = [
     (DType.BFLOAT16, 16, 1, 96), (DType.FLOAT16, 16, 2, 96),
 ]  # fmt: skip
 LONG = SparseConfig()
-"""96 blocks; dense up to 8191 tokens."""
+"""Rows choose 96 blocks; they are dense up to 8191 tokens."""
 
 
 @pytest.fixture
@@ -34,12 +35,13 @@ def hopper(cuda: Any) -> Any:
 
 
 def device_of(cuda: Any, slots: Slots, sparse: SparseConfig, *, pdl: bool = False, sms: int = 4) -> SparseDevice:
-    """Planned for few multiprocessors, tiles of few rows are many neighbours; for many, one or none."""
+    """Return a device planned for `sms` multiprocessors: with few of them a tile joins many neighbouring rows even of a
+    short chunk; with many it has one neighbour or none."""
     return SparseDevice(cuda, slots, sparse, max_rows=512, fewest_tiled=1, pdl=pdl, sms=sms)
 
 
 def chunk(slots: Slots, start: int, count: int, padding: int = 0) -> Rows:
-    """Rows of the last slot."""
+    """Return rows of a chunk in the last slot, and `padding` rows behind them."""
     slot = len(slots.lengths) - 1
     places = [*range(start, start + count), *[0] * padding], [slot] * count + [-1] * padding
     return slots.rows(*places, is_prefill=True)
@@ -59,7 +61,8 @@ def assert_close(actual: Any, wanted: Any, dtype: DType) -> None:
 def test_chunks_match_the_numpy_op(
     hopper: Any, dtype: DType, group: int, kv_heads: int, head_dim: int, start: int, count: int
 ) -> None:
-    """Before, across and behind the switch and borders of blocks; rows of the bucket past the chunk are left alone."""
+    """Chunks match the op before, across and behind the switch from dense attention and borders of blocks, whatever the
+    tiles; the bucket's rows past the chunk are not stored."""
     slots = Slots(dtype, [64, start + count], group=group, kv_heads=kv_heads, head_dim=head_dim)
     rows = chunk(slots, start, count, padding=7)
     q, blocks = slots.queries(count + 7), any_choice(slots.rng, rows, kv_heads, SMALL)
@@ -94,7 +97,8 @@ def test_without_a_row_that_chooses_nothing_is_stored(hopper: Any, slot: int) ->
 @pytest.mark.parametrize(("dtype", "head_dim"), [(DType.BFLOAT16, 128), (DType.FLOAT16, 64)], ids=str)
 @pytest.mark.parametrize("shared", [0.0, 0.9, 1.0])
 def test_a_long_context(hopper: Any, dtype: DType, head_dim: int, shared: float) -> None:
-    """Few of many blocks, those of a row by this part the ones of the row before; ends inside a block."""
+    """Rows that choose few of many blocks match the op; a share `shared` of the rows has the choice of the row before.
+    The context ends inside a block."""
     start, count = 33_000, 41
     slots = Slots(dtype, [start + count], group=16, kv_heads=1, head_dim=head_dim)
     rows = chunk(slots, start, count)
@@ -110,7 +114,7 @@ def test_a_long_context(hopper: Any, dtype: DType, head_dim: int, shared: float)
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=str)
 @pytest.mark.parametrize("spread", [5.0, 300.0])
 def test_large_scores_do_not_overflow(hopper: Any, dtype: DType, spread: float) -> None:
-    """Maxima that scores surpass by little, which stay, and by much."""
+    """Large scores do not overflow, whether they surpass a row's maximum by little, so that it stays, or by much."""
     slots = Slots(dtype, [500], group=16, kv_heads=1, head_dim=128)
     rows = chunk(slots, 300, 200)
     q, blocks = slots.queries(200, spread=spread), any_choice(slots.rng, rows, 1, SMALL)
@@ -123,7 +127,8 @@ def test_large_scores_do_not_overflow(hopper: Any, dtype: DType, spread: float) 
 def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(
     hopper: Any, dtype: DType, head_dim: int
 ) -> None:
-    """Other choices of the odd rows; chunks that begin elsewhere; with dependent launches."""
+    """A row keeps its bits when the odd rows choose other blocks, when the chunk begins elsewhere, and with dependent
+    launches."""
     slots = Slots(dtype, [900], group=16, kv_heads=2, head_dim=head_dim)
     rows, q = chunk(slots, 500, 400), slots.queries(400)
     blocks = any_choice(slots.rng, rows, 2, SMALL)
@@ -144,7 +149,8 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_are_and_choose(
 def test_a_row_has_the_same_bits_alone_and_together(
     hopper: Any, dtype: DType, group: int, kv_heads: int, head_dim: int
 ) -> None:
-    """Neighbours of one tile share next to nothing, so that warps multiply alone; everything; a part."""
+    """A row has the same bits where the neighbours of its tile share next to no blocks, so that warps multiply alone,
+    all blocks, or a part of them."""
     start, count = 33_024, 24
     slots = Slots(dtype, [start + count], group=group, kv_heads=kv_heads, head_dim=head_dim)
     rows, q = chunk(slots, start, count), slots.queries(count)

@@ -1,4 +1,5 @@
-"""qkv_attention, linear_qkv_attention: the bits of the two ops, which rows they take, what they read early."""
+"""qkv_attention and linear_qkv_attention: they give the bits of the two ops that they join; the rows that they take;
+the data that they read early."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ NUM_SLOTS = 3
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's attention, and columns and groups of its weight; in 16 bits without groups."""
+    """A layer's attention heads, and the columns and group size of its qkv weight; group size 0 means a 16-bit
+    weight."""
 
     heads: GroupedAttention
     columns: int
@@ -63,7 +65,8 @@ SHAPES = {
 
 
 class OneRow:
-    """A row of any position and slot, whose layer has weights and pages; NaN where no token has been stored yet."""
+    """A layer's weights and pages, for one row of any position and slot; pages are NaN where no token has been stored
+    yet."""
 
     def __init__(self, cuda: Any, shape: Shape, dtype: DType, max_context: int = 2176):
         self.cuda, self.shape, self.dtype, self.max_context = cuda, shape, dtype, max_context
@@ -84,7 +87,7 @@ class OneRow:
         self.held |= {"rope": cuda.array(self.rope), "table": cuda.array(self.table)}
 
     def weights(self, rng: Any, cuda: Any) -> tuple[Any, Any]:
-        """The weight on the device, and its values in float32."""
+        """Return the weight on the device, and its values in float32."""
         shape, dtype, (rows, columns) = self.shape, self.dtype, self.shape.size
         if not shape.group_size:
             values = normals(rng, dtype)(rows, columns, spread=columns**-0.5)
@@ -99,7 +102,7 @@ class OneRow:
         return weight, (codes - middle) * np.repeat(scales, shape.group_size, axis=1)
 
     def pages_before(self, position: int, slot: int) -> Any:
-        """Keys and values up to the row's own, which is not there yet."""
+        """Return the slot's keys and values of the tokens before the row; the row's own and later ones are NaN."""
         pages, used = self.pages.copy(), max(position, 0)
         if slot >= 0:
             pages[:, self.table[slot, used // PAGE_SIZE], :, used % PAGE_SIZE :] = np.nan
@@ -107,7 +110,7 @@ class OneRow:
         return pages
 
     def run(self, position: int, slot: int, *, is_attended: bool, pdl: bool = False, launches: int = 1) -> list[Any]:
-        """The words of the row's output, and of all keys and values."""
+        """Run the row's two ops and return the words of its output and of all keys and values."""
         step = Step(self, position, slot, pdl=pdl)
         for _ in range(launches):
             step.launch(is_attended=is_attended)
@@ -115,7 +118,7 @@ class OneRow:
 
 
 class Step:
-    """The row's two ops on arrays of their own: `k`, `v`, `x` and `out`."""
+    """The qkv and attention ops of a row, on their own arrays `k`, `v`, `x`, `q` and `out`."""
 
     def __init__(self, row: OneRow, position: int, slot: int, *, pdl: bool = False):
         self.row, cuda, dtype = row, row.cuda, row.dtype

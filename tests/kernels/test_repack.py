@@ -1,4 +1,5 @@
-"""repack.cu against the NumPy packing: every file format, fused sources, permuted columns; and back to 16 bits."""
+"""repack.cu against the NumPy packing: every file format, fused sources, permuted columns, and dequantising back to 16
+bits."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ CASES = {
 
 
 def words_of(kind: int, codes: Any, zeros: Any) -> tuple[Any, Any]:
-    """The words of a source's codes and zero points as its format has them."""
+    """Return a source's codes and zero points as words of file format `kind`."""
     row = ROWS[kind]
     words = None if row.zeros is None else row.zeros.pack(zeros)
     return row.codes.pack(codes), to_v1(words) if kind == GPTQ else words
@@ -43,7 +44,7 @@ def scales_of(kind: int, scales: Any) -> Any:
 
 
 class Repacker:
-    """One packed matrix on the device, filled source by source."""
+    """A packed matrix on the device, which is filled source by source."""
 
     def __init__(self, cuda: Any, layout: PackedLayout, dtype: DType, kind: int):
         self.cuda, self.layout, self.dtype, self.kind = cuda, layout, dtype, kind
@@ -55,7 +56,8 @@ class Repacker:
         return self.cuda.kernel(name, self.dtype, **self.constants)
 
     def add(self, first: int, codes: Any, scales: Any, zeros: Any, permutation: Any, group_size: int) -> None:
-        """`codes` u [N, K] of rows first .. first + N - 1, as its file would have them."""
+        """Repack rows first .. first + N - 1: `codes` u [N, K], scales and zero points, which are first written as a
+        file would have them."""
         code_words, zero_words = (
             None if words is None else self.cuda.array(words) for words in words_of(self.kind, codes, zeros)
         )
@@ -124,7 +126,7 @@ def test_codes_of_eight_bits(cuda: Any, group_size: int) -> None:
     scales = from_float32(rng.random((rows, columns // group_size), np.float32), dtype)
     layout = layout_of("head", (rows, columns), group_size, H200, bits=8)
     constants = macros_of(layout.repack_constants(GPTQ))
-    # Not zeros: all that belongs to a row must be written, and nothing else.
+    # Filled with 0xA5, not zeros: all that belongs to a row must be written, and nothing else.
     packed = cuda.array(np.full(layout.num_bytes, 0xA5, np.uint8))
     for first, stop in ((0, 400), (400, 1003)):
         part, sizes = slice(first, stop), (np.int32(first), np.int32(stop - first), np.int32(rows))

@@ -22,10 +22,10 @@ BLOCK = 256
 
 
 def random_rows(kind: BlockType, num_rows: int, columns: int, seed: int) -> Any:
-    """Rows of random blocks, uint8 [N, row bytes]; their float16 numbers are small and finite."""
+    """Return rows of random blocks, uint8 [N, row bytes], whose float16 numbers are small and finite."""
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (num_rows, columns // kind.size, kind.nbytes), dtype=np.uint8)
-    if kind.name == "TQ2_0":  # a code of 3 is none
+    if kind.name == "TQ2_0":  # 3 is not a valid code
         blocks &= blocks ^ (blocks << 1 & 0xAA) | 0x55
     for place in kind.halves:
         halves = (random.standard_normal((*blocks.shape[:2], 1)) * 0.01).astype(np.float16)
@@ -34,13 +34,14 @@ def random_rows(kind: BlockType, num_rows: int, columns: int, seed: int) -> Any:
 
 
 def expected(kind: BlockType, layout: PackedLayout, rows: Any, dtype: DType) -> tuple[Any, Any]:
-    """Codes u [N, K] that the layout holds, and the float32 weights that they stand for with scales of `dtype`."""
+    """Return the packed bytes that the layout must hold, and the float32 weights that its codes stand for with scales
+    of `dtype`."""
     parts = kind.parts(rows)
     offsets = np.zeros_like(parts.scales) if parts.offsets is None else parts.offsets
     repeat = kind.group // layout.scale_group
     scales, offsets = (np.repeat(array, repeat, axis=1) for array in (parts.scales, offsets))
     signed = parts.codes.astype(np.int32)
-    # Codes of files are unsigned: those that `parts` has made signed have an offset of their own.
+    # Codes of files are unsigned: `parts` has made those of some types signed, by subtracting the type's own offset.
     smallest = {"Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32, "IQ4_NL": 128, "IQ4_XS": 128}
     middle = smallest.get(kind.name, 1 if kind.name.startswith("TQ") else 0)
     if layout.zeros:
@@ -57,7 +58,7 @@ def expected(kind: BlockType, layout: PackedLayout, rows: Any, dtype: DType) -> 
 
 
 def repacked(cuda: Any, kind: BlockType, layout: PackedLayout, parts: list[Any], dtype: DType, paired: bool) -> Any:
-    """The packed bytes after sources come one after another, and the fault word."""
+    """Repack the sources `parts` one after another and return the packed bytes and the fault word."""
     constants = macros_of(layout.repack_constants(kind.number))
     packed, fault = cuda.array(np.zeros(layout.num_bytes, np.uint8)), cuda.array(np.zeros(1, np.uint32))
     first = 0
@@ -76,7 +77,8 @@ def repacked(cuda: Any, kind: BlockType, layout: PackedLayout, parts: list[Any],
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["", "mixed"])
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_every_block_type(cuda: Any, kind: BlockType, is_mixed: bool, dtype: DType) -> None:
-    """A type comes alone, and in a weight that other sources ask for 8 bits, groups of 16 and minimums of."""
+    """Every block type is packed exactly: alone, and in a weight whose other sources need 8 bits, groups of 16 and
+    minimums."""
     quant = Quantization(kind.factor_bits, kind.group, kind.is_symmetric, in_blocks=True)
     if is_mixed:
         quant = Quantization(8, 16, symmetric=False, in_blocks=True)
@@ -93,7 +95,7 @@ def test_every_block_type(cuda: Any, kind: BlockType, is_mixed: bool, dtype: DTy
     sizes = np.int32(0), np.int32(len(weight)), np.int32(len(weight))
     cuda.kernel("dequantize", dtype, **macros_of(layout.repack_constants()))(9, BLOCK, out, packed, *sizes)
     found, exact = cuda.numpy(out, dtype), round_to(weight, dtype)
-    # With minimums the kernel rounds a product and a difference at once.
+    # With minimums the kernel rounds the product and the difference only once, with an FMA.
     step = np.abs(exact) * 2.0**-7 + 1e-6 if layout.zeros else 0.0
     assert (np.abs(found - exact) <= step).all()
 
@@ -118,7 +120,7 @@ def test_a_weight_beyond_float16_is_flagged(cuda: Any, kind: BlockType) -> None:
 
 
 def unpacked(cuda: Any, kind: BlockType, rows: Any, columns: int, dtype: DType) -> tuple[Any, int]:
-    """The words that the device makes of rows of blocks, and the fault word."""
+    """Return the 16-bit words that the device unpacks rows of blocks to, and the fault word."""
     out = cuda.array(np.full((len(rows), columns), np.nan, np.float32), dtype)
     fault, count = cuda.array(np.zeros(1, np.uint32)), np.int64(len(rows) * columns // 8)
     cuda.kernel("unpack_blocks", dtype, FORMAT=kind.number)(3, BLOCK, out, fault, cuda.array(rows), count)

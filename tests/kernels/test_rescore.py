@@ -1,4 +1,4 @@
-"""rescore.cu behind the screen against linear_head: the same bits for every token that sampling may choose."""
+"""rescore.cu after the screen: it gives the bits of linear_head for every token that sampling may choose."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ UNPROVEN = [
 
 
 def check(found: Any, whole: Any, sampling: Sampling) -> None:
-    """What may be chosen has its logit to the bit, and everything that is there has."""
+    """Check that every token that sampling may choose has a logit, and that all logits other than -inf have the bits of
+    `whole`."""
     is_there = found != -np.inf
     assert np.array_equal(bits(found[is_there]), bits(whole[is_there]))
     z, ours = (values / np.float32(sampling.temperature or 1.0) for values in (whole, found))
@@ -100,7 +101,7 @@ def test_what_one_of_many_rows_needs_is_there_for_its_eight(cuda: Any, count: in
 
 @pytest.mark.parametrize("count", [1, 8, 32])
 def test_a_device_of_few_multiprocessors(cuda: Any, count: int) -> None:
-    """A block has tokens of many rounds."""
+    """With few multiprocessors, so that a block takes tokens in many rounds, the logits have the same bits."""
     head = random_head(cuda, "0.5B", DType.BFLOAT16)
     head.plan = replace(head.plan, blocks=16)
     x, samplings = rows_for(head, count), [(GREEDY, *SAMPLED)[row % 7] for row in range(count)]
@@ -117,7 +118,7 @@ def test_near_ties_equal_rows_and_outliers(cuda: Any, dtype: DType) -> None:
     weight = random.standard_normal((20011, 512), np.float32) * np.float32(0.1)
     weight[1000:1300] = weight[7]  # equal rows: equal logits
     weight[2000:2100] = weight[8] + 1e-3 * random.standard_normal((100, 512), np.float32)
-    weight[3000:3050, ::128] = 30  # a scale for which all else rounds to zero
+    weight[3000:3050, ::128] = 30  # 30 needs a scale for which all else rounds to zero
     weight[4000] = 0
     weight[5000] = 1e-30
     head = Head(cuda, weight, dtype)
@@ -166,7 +167,8 @@ def test_the_interval_holds_every_logit(cuda: Any) -> None:
 
 
 def test_a_head_whose_blocks_share_tiles(cuda: Any) -> None:
-    """Few tiles a multiprocessor: linear_head splits K among two blocks, and its bits are those of that split."""
+    """The bits match also for a head with few tiles a multiprocessor, of which linear_head splits K between two blocks,
+    which decides its bits."""
     weight = np.random.default_rng(2).standard_normal((2629, 640), np.float32)
     head = Head(cuda, weight, DType.BFLOAT16)
     x = rows_for(head, 4)

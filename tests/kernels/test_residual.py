@@ -17,7 +17,7 @@ GUARD = 256
 
 
 def run(cuda: Any, dtype: DType, x: Any, y: Any, bias: Any, scale: float, pdl: bool = False) -> Any:
-    """x after the addition; what lies around it must stay poison."""
+    """Return x after the addition; the guards around it must stay poison."""
     poison = np.full(GUARD, np.nan, np.float32)
     buffer = cuda.array(np.concatenate([poison, x.ravel(), poison]), dtype)
     kernel = cuda.kernel("residual_add", dtype, HIDDEN=x.shape[1])

@@ -1,4 +1,4 @@
-"""rope_append against the NumPy op behind an identity projection: head sizes, bias, head norms, pages, padding."""
+"""rope_append against the NumPy op with an identity projection: head sizes, bias, head norms, pages, padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GUARD, EPS, MAX_CONTEXT, PAGES = 256, 1e-5, 400, 21
 
 @dataclass
 class Case:
-    """Rows of a chunk as float32 that holds storage values."""
+    """Rows of a chunk, and what is applied to them, as float32 that holds storage values."""
 
     dtype: DType
     heads: int
@@ -63,7 +63,8 @@ def make_case(dtype: DType, heads: int, kv_heads: int, head_dim: int, has_bias: 
 
 
 def expected(case: Case) -> list[Any]:
-    """q, and the k and v pages over NaN; if they are kept q before RoPE, and the pages of keys before it."""
+    """Return q and the pages of k and v, NaN where nothing is stored; if the case keeps them, also q and the pages of k
+    before RoPE."""
     projected = case.qkv if case.bias is None else case.qkv + case.bias
     heads = projected.reshape(len(case.qkv), -1, case.head_dim)
     q, k, v = np.split(heads, [case.heads, case.heads + case.kv_heads], axis=1)
@@ -82,7 +83,8 @@ def expected(case: Case) -> list[Any]:
 
 
 def run(cuda: Any, case: Case, pdl: bool = False, turns: bool = True) -> list[Any]:
-    """What `expected` tells, each over poison that must stay around it; without RoPE unless it `turns`."""
+    """Return the kernel's arrays, in the order of `expected`; the guards around them must stay poison. Without `turns`
+    there is no RoPE."""
     queries, pages = (len(case.qkv), case.heads * case.head_dim), (PAGES, case.kv_heads, PAGE_SIZE, case.head_dim)
     shapes = [queries, pages, pages] + ([queries, pages] if case.keeps_unrotated else [])
     sizes = [int(np.prod(shape)) for shape in shapes]

@@ -16,7 +16,8 @@ DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 
 
 def rounded(cuda: Any, values: Any, group_size: int, dtype: DType, bits: int = 4) -> tuple[Any, Any, int]:
-    """Codes [N, K] as `round_to_nearest` gives them, storage words of the scales [N, groups], and the fault word."""
+    """Return codes [N, K] in the form of `round_to_nearest`, storage words of the scales [N, groups], and the fault
+    word."""
     rows, columns = values.shape
     codes = cuda.array(np.zeros((columns * bits // 32, rows), np.int32))
     scales = cuda.array(np.full((columns // group_size, rows), np.nan, np.float32), dtype)

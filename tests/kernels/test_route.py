@@ -1,4 +1,4 @@
-"""route.cu against the NumPy op: every number of experts, ties, padding, values that are no numbers, row invariance.
+"""route.cu against the NumPy op: every number of experts, ties, padding, NaN and infinities, row invariance.
 
 A step of one row is routed by gate_up_row.cu: see test_gate_up_row.py.
 """
@@ -23,7 +23,7 @@ SIZES = [(64, 3, 1), (128, 8, 2), (192, 5, 5), (2304, 8, 2), (4160, 32, 8), (500
 
 
 def run(cuda: Any, case: Case, slots: Any = None, *, pdl: bool = False) -> tuple[Any, Any, Any]:
-    """Experts, shares and normalised rows; all of them were poison."""
+    """Run the op and return experts, shares and normalised rows, which were all poison before."""
     device, count = OnDevice(cuda, case), case.num_rows
     slots = np.zeros(count, np.int32) if slots is None else slots
     empty = no_routing(count, case.shape.top)
@@ -35,7 +35,7 @@ def run(cuda: Any, case: Case, slots: Any = None, *, pdl: bool = False) -> tuple
 
 
 def scores_of(case: Case, normed: Any) -> Any:
-    """The scores of normalised rows, in float64."""
+    """Return the router's scores of normalised rows, in float64."""
     return normed.astype(np.float64) @ case.router.astype(np.float64).T
 
 
@@ -47,7 +47,7 @@ def test_rows_are_the_oracles(cuda: Any, dtype: DType, hidden: int, experts: int
     chosen, shares, normed = run(cuda, case)
     wanted = case.ops._normalised(case.x, case.norm, EPS)
     assert np.linalg.norm(normed - wanted) < 1e-3 * np.linalg.norm(wanted)
-    scores = scores_of(case, normed)  # of what was stored
+    scores = scores_of(case, normed)  # scores of the normalised rows that the kernel stored
     for row, found in enumerate(chosen):
         assert (np.diff(found) > 0).all() and found[0] >= 0 and found[-1] < experts
         others = np.delete(scores[row], found)
@@ -66,7 +66,8 @@ def test_rows_are_the_oracles(cuda: Any, dtype: DType, hidden: int, experts: int
 @gpu
 @BY_DTYPE
 def test_equal_scores_go_to_the_lower_index(cuda: Any, dtype: DType) -> None:
-    """Experts with the same router row have the same score, to the bit."""
+    """Equal scores go to the expert of the lower index: experts with the same router row have the same score, to the
+    bit."""
     case = Case(Shape(128, 64, 8, 3), dtype, 64)
     case.router[[1, 2, 6]] = case.router[0]
     case.router[[5, 7]] = case.router[3]
@@ -101,7 +102,7 @@ def test_scores_that_are_no_numbers_choose_experts_that_exist(cuda: Any, dtype: 
 @gpu
 @pytest.mark.parametrize("count", [2, 64])
 def test_rows_are_those_that_the_kernel_before_has_written(cuda: Any, count: int) -> None:
-    """Norm and router are asked for before the wait; rows and slots, which an earlier kernel writes, are not."""
+    """Rows and slots, which an earlier kernel writes, are read after the wait; norm and router are loaded before it."""
     case = Case(Shape(2304, 64, 8, 2), DType.BFLOAT16, count)
     device, expected = OnDevice(cuda, case), run(cuda, case)
     after = [cuda.array(case.x, case.dtype), cuda.array(np.zeros(count, np.int32))]
@@ -120,7 +121,8 @@ def test_rows_are_those_that_the_kernel_before_has_written(cuda: Any, count: int
 
 
 def test_warps_of_a_row() -> None:
-    """They cover the row, none is idle in every turn, and there are no more turns than with twelve of them."""
+    """The warps of a row cover it, none of them is idle in every turn, and there are no more turns than with twelve
+    warps."""
     assert [route_warps(hidden) for hidden in (64, 256, 2304, 3072, 4096, 4160)] == [1, 1, 9, 12, 8, 9]
     for hidden in range(8, 9000, 8):
         warps, pieces = route_warps(hidden), hidden // 8

@@ -1,4 +1,5 @@
-"""All layers of a step of one row in one launch, against the kernels of their ops, bit for bit."""
+"""row_layers.cu with attention: all layers of a step of one row in one launch, bit for bit as the kernels of their
+ops."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def heads_of(shape: Shape) -> GroupedAttention:
 
 
 class Stack:
-    """A row's layers on the device; `run` gives the bits of all that they write."""
+    """A stack of layers on the device for one row; `run` returns the bits of everything that they write."""
 
     def __init__(self, cuda: Any, shape: Shape, dtype: DType, device: Device):
         self.cuda, self.shape, self.dtype, self.device = cuda, shape, dtype, device
@@ -64,14 +65,15 @@ class Stack:
         }
 
     def of_widths(self, mean: float, spread: float) -> dict[str, Any]:
-        """Vectors as wide as the rows that enter each product."""
+        """Return for each product a random vector as wide as its input rows."""
         return {
             name: self.cuda.array(mean + self.normal(layout.in_features, spread=spread), self.dtype)
             for name, layout in self.layouts.items()
         }
 
     def filled(self, layer: int, position: int) -> list[Any]:
-        """Pages whose tokens behind the row, and in later layers the row's own, are not there yet."""
+        """Return a layer's pages of k and v, NaN after the row's position and, except in the first layer, also at
+        it."""
         found = []
         for pages in self.pages[layer]:
             pages = pages.copy()
@@ -82,7 +84,8 @@ class Stack:
         return found
 
     def run(self, position: int, *, together: bool, slot: int = 0, ends: str = "down", pdl: bool = False) -> list[Any]:
-        """The layers of a row at a position, the last without a product behind it unless it `ends` with qkv."""
+        """Run the layers for a row at a position and return the words that they write; the last layer has no qkv
+        product behind it unless `ends` is "qkv"."""
         cuda, shape, dtype = self.cuda, self.shape, self.dtype
         launcher = cuda.launcher(dtype, pdl=pdl)
         partials, arrivals = self.tables
@@ -170,9 +173,11 @@ def test_hundreds_of_launches_one_behind_the_other(cuda: Any) -> None:
 
 
 class Ops:
-    """The ops of one row by letters: a(ttention), o, g, d, q of one layer behind another. A: over pages that no q has
-    written; R: of another row; L: of a long one; F: over fp8 pages; O: with a bias; q has a bias and positions, Q has
-    neither."""
+    """The ops of one row's layers, launched by a letter for each: a(ttention), o, g(ate_up), d(own) and q(kv).
+
+    Variants of attention: A over pages that no q has written, R of another row, L of a long row, F over fp8 pages. O is
+    an o with a bias; q has a bias and positions, Q has neither.
+    """
 
     def __init__(self, device: Device, head_dim: int = 64):
         shape, self.launcher = SHAPES["demo"] if head_dim == 64 else SHAPES["heads of 96"], Noted()
@@ -253,7 +258,8 @@ def test_heads_that_the_kernel_does_not_take_are_attended_to_alone() -> None:
 
 
 def test_operands_of_all_layers_fit_into_the_parameters_of_a_launch() -> None:
-    """4,096 bytes before CUDA 12.1; the structs are those of the kernel, which has as many layers."""
+    """The operands of the most layers of a launch fit into its parameters, 4,096 bytes before CUDA 12.1; this limit and
+    the structs are those of the kernel."""
     source = read_source("linear_packed/row_layers.cu")
     text = b"".join((source.text, *source.headers.values())).decode()
     assert f"kMostLayers = ATTENDS ? {MOST_LAYERS} : 1;" in text

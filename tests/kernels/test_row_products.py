@@ -1,4 +1,5 @@
-"""row_layers.cu against the kernels of its four products, bit for bit; when products are held back for it."""
+"""row_layers.cu against the kernels of its four products, bit for bit; and the conditions for holding products back for
+it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ POSITION, PAGES = 70, 4
 
 
 class Layer:
-    """One row of a layer on the device; `run` gives the bits of all that its four products write."""
+    """A layer on the device for one row; `run` returns the bits of everything that its four products write."""
 
     def __init__(self, cuda: Any, shape: Shape, dtype: DType, device: Device):
         self.cuda, self.shape, self.dtype, self.device = cuda, shape, dtype, device
@@ -82,7 +83,8 @@ class Layer:
         return [bits(cuda.numpy(array)) for array in (x, inner, q, *pages)]
 
     def check(self) -> None:
-        """Together the products give the bits of each alone, launch after launch of either kind."""
+        """Check that one launch of all products gives the bits of separate launches, several times, with and without
+        dependent launches."""
         for options in ({}, {"follows": False}, {"stored": False}):
             alone = self.run(together=False, **options)
             for pdl in (False, True, False):
@@ -161,8 +163,8 @@ def test_which_models_have_the_counter() -> None:
 
 
 class Layers:
-    """The products of one row, launched by a name for each: o, g, d, q, of the same stream; O has a bias, Q no norm, D
-    another scale; G is of another model, whose products are launched by the same launcher."""
+    """The products of one row, launched by a letter for each: o, g(ate_up), d(own), q(kv). O has a bias, Q no norm, D
+    another scale. Another model's products (`others`) are launched by the same launcher."""
 
     def __init__(self, device: Device) -> None:
         shape, self.launcher = SHAPES["demo"], Noted()
@@ -185,7 +187,8 @@ class Layers:
         }
 
     def run(self, letters: str) -> list[str]:
-        """The kernels of products with these letters; a dot is something else, a colon an o of another model."""
+        """Launch the products of these letters and return the names of the kernels; a dot launches another kernel, a
+        colon an o of another model."""
         for letter in letters:
             if letter == ".":
                 self.launcher(Something, {}, 1, 1)
@@ -224,7 +227,8 @@ def test_where_kernels_begin_early_none_is_held_back() -> None:
 
 
 def test_what_is_held_back_is_launched_before_a_recording_and_recorded_within_one() -> None:
-    """Also where that fails: operands of a recording are stand-ins, which nobody may launch later."""
+    """What is held back is launched before a recording begins and recorded before it ends, also if the recording fails:
+    its operands are stand-ins, which must not be launched later."""
     launcher, noted = Launcher(None, Modules("sm_86", DType.BFLOAT16), use_pdl=False), []
 
     def hold() -> None:

@@ -29,13 +29,13 @@ from cpmrt.reference.sampling import biased, is_usable, keep_mask, penalise, sam
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")]
 
 THREADS = 512
-SEQUENCE = 2**32 + 21  # past 32 bits: the words hold its low half
+SEQUENCE = 2**32 + 21  # past 32 bits: result words hold its low half
 POISON = 0xDEAD_BEEF_0000_0000
 
 
 @dataclass
 class Row:
-    """One row with everything that decides its token."""
+    """One row of logits with everything that decides its token."""
 
     logits: Any
     params: Sampling
@@ -52,7 +52,8 @@ class Row:
         return sample(self.logits, self.params, self.seed, self.position, self.seen, self.counts)
 
     def is_decided(self) -> bool:
-        """Whether no rounding can change the token: of a logarithm in the noise, or of a sum of probabilities."""
+        """Return whether no rounding, of a logarithm in the noise or of a sum of probabilities, can change the
+        token."""
         z = penalise(biased(self.logits, self.params.logit_bias), self.params, self.seen, self.counts)
         if self.params.temperature == 0:
             return True
@@ -64,7 +65,7 @@ class Row:
         return self.params.top_p >= 1 or self.is_top_p_decided(z)
 
     def is_top_p_decided(self, z: Any) -> bool:
-        """Whether sums in float64 cross top_p at the same logit, with room on both sides."""
+        """Return whether sums in float64 cross top_p, a little less and a little more at the same logit."""
         only_k = Sampling(temperature=1.0, top_k=self.params.top_k)
         kept = -np.sort(-z[keep_mask(z, only_k)])
         mass = np.cumsum(np.exp(kept.astype(np.float64) - kept[0]))
@@ -76,7 +77,7 @@ class Row:
 
 @dataclass
 class Launched:
-    """What a launch left behind."""
+    """The slot states, token counts, result records and rows' results after a launch."""
 
     states: Any
     counts: Any
@@ -147,7 +148,7 @@ KINDS = ("peaked", "flat", "ties", "equal", "one", "far", "masked", "wide", "lar
 
 
 def random_rows(vocab: int, seed: int, count: int = 64, logprobs: int = 0) -> list[Row]:
-    """Rows with every mix of filters; about one in five is greedy."""
+    """Return rows with every mix of filters; about one in five is greedy."""
     rng = np.random.default_rng(seed)
     top_ks = (0, 0, 1, 2, 5, 50, vocab // 2, vocab - 1, vocab, 3 * vocab)
     rows = []
@@ -172,7 +173,8 @@ def random_rows(vocab: int, seed: int, count: int = 64, logprobs: int = 0) -> li
 
 
 def random_biases(vocab: int, rng: np.random.Generator) -> tuple[tuple[int, float], ...]:
-    """Mostly none; else a few or as many as fit, some of them of tokens that the model lacks."""
+    """Return logit biases: mostly none, else one, a few or as many as are allowed, some of them for tokens that the
+    model lacks."""
     count = int(rng.choice([0, 0, 0, 1, 7, 300]))
     tokens = rng.choice(vocab + 400, count, replace=False)
     biases = zip(tokens.tolist(), rng.normal(0, 5, count).tolist(), strict=True)
@@ -234,7 +236,8 @@ def test_equal_logits_leave_the_choice_to_the_noise(cuda: Any) -> None:
 
 
 def near_ties(vocab: int, count: int, gap: float) -> Iterator[tuple[Row, int]]:
-    """Rows in which two tokens are `gap` apart with their noise, and the one that wins: of one thread, or of two."""
+    """Yield rows and their tokens: two tokens' values, noise added, are `gap` apart. One thread or two have these
+    tokens."""
     rng = np.random.default_rng(vocab)
     for position in range(count):
         noise = gumbel(5, position, vocab).astype(np.float64)
@@ -250,7 +253,7 @@ def near_ties(vocab: int, count: int, gap: float) -> Iterator[tuple[Row, int]]:
 
 @pytest.mark.parametrize("gap", [3e-5, -3e-5])
 def test_the_better_of_two_that_are_nearly_equal(cuda: Any, gap: float) -> None:
-    """Estimates of both are closer to each other than estimates can be trusted."""
+    """The better of two tokens wins although the estimates of their values differ by less than an estimate's error."""
     pairs = [pair for pair in near_ties(73448, 200, gap) if abs(pair[0].logits).max() < 41]
     assert len(pairs) > 150
     for start in range(0, len(pairs), 64):
@@ -261,7 +264,7 @@ def test_the_better_of_two_that_are_nearly_equal(cuda: Any, gap: float) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 1e-30}, {"temperature": 1e-20}])
 def test_large_logits_are_compared_exactly(cuda: Any, settings: dict[str, Any]) -> None:
-    """Their estimates are further from them than they are from each other."""
+    """Large logits are compared exactly: the error of their estimates exceeds their distance from each other."""
     vocab, rows = 4099, []
     for position in range(64):
         logits = np.full(vocab, -3e6)

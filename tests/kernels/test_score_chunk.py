@@ -1,4 +1,5 @@
-"""Scores of a prefill chunk on sm_90 (score_chunk.cu), by what is chosen: oracle, ties, same bits in any company."""
+"""score_chunk.cu, the scores of a prefill chunk's blocks on sm_90, tested by the blocks that are chosen: oracle, ties,
+the same choice whatever the other rows."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def chunk_device(cuda: Any, slots: Slots, sparse: SparseConfig, **settings: Any)
 def test_rows_at_every_offset_within_a_block(
     cuda: Any, dtype: DType, kv_heads: int, head_dim: int, sparse: SparseConfig
 ) -> None:
-    """Rows that choose and rows that do not share blocks of the kernel; the padding is never a row."""
+    """Rows at every offset within a page choose as the oracle. Thread blocks have rows that choose and rows that do
+    not; padding never chooses."""
     slots = Slots(dtype, [2100], kv_heads=kv_heads, head_dim=head_dim)
     device = chunk_device(cuda, slots, sparse)
     positions = np.concatenate([np.arange(150, 320, 7), np.arange(577, 641), np.arange(1400, 2100, 33)])
@@ -58,7 +60,8 @@ def test_equal_scores_take_the_lower_blocks(cuda: Any) -> None:
 
 
 def test_planted_ties(cuda: Any) -> None:
-    """Small integers make every product exact, so that equal windows score exactly alike."""
+    """Ties are broken as by the oracle: small integers make every product exact, so that equal windows score exactly
+    alike."""
     rng = np.random.default_rng(3)
     for trial in range(20):
         length = 64 * int(rng.integers(12, 80)) - int(rng.integers(0, 64))
@@ -85,7 +88,8 @@ def test_scores_that_overflow_and_vanish(cuda: Any) -> None:
 
 
 def test_a_choice_is_the_same_bits_in_any_company(cuda: Any) -> None:
-    """Of a grid that divides the scores, of passes, of the rows beside it and their number."""
+    """A row's choice depends neither on the grid that divides the scores, nor on passes, nor on the other rows and
+    their number."""
     slots = Slots(DType.BFLOAT16, [6000], head_dim=128)
     positions = np.arange(5900, 6000)
     rows, q = slots.rows(positions, np.zeros(100), is_prefill=True), slots.queries(100, 3.0)
@@ -101,7 +105,7 @@ def test_a_choice_is_the_same_bits_in_any_company(cuda: Any) -> None:
 
 
 def test_long_contexts(cuda: Any) -> None:
-    """Compressed keys without the tokens, of a 320K context."""
+    """Rows of contexts up to 320K tokens choose as the oracle; there are compressed keys only, no tokens."""
     slots = Slots(DType.BFLOAT16, [64])
     num_pages = 5000
     slots.tables = slots.rng.permutation(num_pages).astype(np.int32)[None]

@@ -28,7 +28,7 @@ def test_the_copy_and_its_bounds(cuda: Any, name: str, dtype: DType) -> None:
     packed, layout = cuda.numpy(head.arrays[f"{COPY}.codes"]), head.plan.layout
     assert np.array_equal(unpack_codes(layout, packed), unsigned)
     expected = pack(layout, unsigned, from_float32(scales, dtype), None)
-    rows = head.vocab // 16 * 16  # in the last tile rows may be padding
+    rows = head.vocab // 16 * 16  # whole tiles: the last one may have padding rows
     assert np.array_equal(packed[: rows // 16 * layout.tile_bytes], expected[: rows // 16 * layout.tile_bytes])
     wide = head.weight.astype(np.float64)
     held = (unsigned.astype(np.float64) - 128) * np.repeat(scales.astype(np.float64), 128, axis=1)

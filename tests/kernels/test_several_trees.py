@@ -1,4 +1,5 @@
-"""The kernels of a speculative step with a tree for each of several sequences: each gets what it gets alone."""
+"""The kernels of a speculative step with a tree for each of several sequences: each tree has the results that it has
+alone."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SHAPES = (TreeShape(2, 10, 12), TreeShape(4, 5, 20), TreeShape(1, 8, 8), TreeSha
 
 
 def sequences(*, vocab: int = VOCAB, width: int = 64) -> list[Running]:
-    """One with room for everything, one at the end of its pages, one that has finished; not in the order of slots."""
+    """Return three sequences, not in the order of slots: one with room for everything, one at the end of its pages, one
+    that has finished."""
     rng, made = np.random.default_rng(7), []
     cases = ((2, 70, 320, 3, False), (0, 60, 64, 5, False), (1, 9, 320, 2, True))
     for slot, length, capacity, count, finished in cases:
@@ -42,7 +44,7 @@ def held(device: TreeDevice, running: list[Running], **sampling: Any) -> list[Ru
 
 
 def assert_nodes(device: TreeDevice, index: int, running: Running, nodes: Any, shape: TreeShape) -> None:
-    """Tree `index` and its rows of the target are those of `nodes`."""
+    """Assert that tree `index` and its rows of the target are those of `nodes`."""
     tree, count = device.tree(index), len(nodes.tokens)
     for name in ("tokens", "parents", "depths"):
         np.testing.assert_array_equal(tree[name][:count], getattr(nodes, name), name)
@@ -118,7 +120,7 @@ def test_each_looks_up_in_its_own_text(cuda: Any, length: int, portable: bool) -
     device.kernels.lookup_instead(beside, TREES)
     for index, one in enumerate(running):
         found = [] if one.finished else lookup(one.tokens, length, LONGEST_MATCH)
-        if found:  # else what the tree had stays, in rows of another stride
+        if found:  # otherwise the tree keeps its nodes, in rows of another stride
             assert_nodes(device, index, one, chain_nodes(one.tokens[-1], found, beside.num_nodes), beside)
     assert any(lookup(one.tokens, length, LONGEST_MATCH) for one in running)
 

@@ -1,4 +1,5 @@
-"""structs.py: its structs against the header's, and what goes into commands and comes out of results."""
+"""structs.py: its structs match the kernel header's, steps are written to commands, and results are read from
+records."""
 
 from __future__ import annotations
 
@@ -165,7 +166,7 @@ def test_answers_are_told_apart_by_their_number() -> None:
 
 
 def test_tokens_belong_to_slots() -> None:
-    """Every slot has as many words, and those that it did not emit at the end."""
+    """Each slot has the same number of words; words without a token are at the end of the slot's."""
     record = np.zeros(1, ss.RESULT_RECORD)[0]
     record["logprobs"]["logprob"][:3] = [-1, -2, -3]
     record["logprobs"]["num_top"][1] = 1

@@ -1,4 +1,5 @@
-"""Attention over chosen blocks: the NumPy op, and the bits of dense attention where nothing is left out."""
+"""Attention over chosen blocks: against the NumPy op, and with the bits of dense attention where all blocks are
+chosen."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SHAPES = [
 ]  # fmt: skip
 PORTABLE = pytest.mark.parametrize("portable", [False, True], ids=["", "portable"])
 WIDE = SparseConfig(1, 1024, 24, 1500)
-"""40 blocks: more than one cluster's; dense up to 2560 tokens."""
+"""Rows choose 40 blocks, more than one cluster takes; they are dense up to 2560 tokens."""
 
 
 def assert_close(actual: Any, wanted: Any, dtype: DType) -> None:
@@ -37,7 +38,7 @@ def assert_close(actual: Any, wanted: Any, dtype: DType) -> None:
 def test_rows_match_the_numpy_op(
     cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int, portable: bool
 ) -> None:
-    """Around page edges, some rows dense, one padding."""
+    """Rows around page edges match the op; some rows are dense, one is padding."""
     slots = Slots(dtype, [700, 450], group=group, kv_heads=kv_heads, head_dim=head_dim)
     positions = [0, 100, 254, 255, 256, 257, 319, 320, 321, 447, 5, 448, 640, 699]
     rows = slots.rows(positions, [0, 1, 0, 0, 1, 0, 0, 1, 0, 1, -1, 1, 0, 0])
@@ -49,7 +50,8 @@ def test_rows_match_the_numpy_op(
 @PORTABLE
 @pytest.mark.parametrize("count", [7, 16])
 def test_many_blocks(cuda: Any, count: int, portable: bool) -> None:
-    """A row has the bits that it has alone, of many rows too, which have a cluster each."""
+    """A row with many chosen blocks matches the op and has the bits that it has alone, also among many rows, which have
+    one cluster each."""
     slots = Slots(DType.BFLOAT16, [6000], group=16, kv_heads=2, head_dim=128)
     positions = [5999, 2559, 2560, 2561, 4095, 4096, 3000, *range(5000, 5990, 110)][:count]
     rows = slots.rows(positions, np.zeros(count))
@@ -68,7 +70,8 @@ def test_many_blocks(cuda: Any, count: int, portable: bool) -> None:
 def test_a_row_alone_has_the_bits_that_it_has_among_others(
     cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int
 ) -> None:
-    """Alone it has pairs of clusters, of which two, more or one have runs."""
+    """A row alone, for which clusters are launched in pairs of which one, two or more have runs, has its bits among
+    others."""
     slots = Slots(dtype, [4200], group=group, kv_heads=kv_heads, head_dim=head_dim)
     rows = slots.rows([4199, 2559, 3000, 900], np.zeros(4))
     q, blocks = slots.queries(4), any_choice(slots.rng, rows, kv_heads, WIDE)
@@ -99,7 +102,7 @@ def test_rows_that_leave_nothing_out_have_the_bits_of_dense_attention(
 def test_chunks_match_the_numpy_op(
     cuda: Any, dtype: DType, group: int, kv_heads: int, head_dim: int, start: int, count: int, portable: bool
 ) -> None:
-    """Before, across and behind the switch, with padding in the bucket."""
+    """Chunks before, across and behind the switch from dense attention match the op, with padding in the bucket."""
     slots = Slots(dtype, [64, start + count], group=group, kv_heads=kv_heads, head_dim=head_dim)
     padding = 7
     positions = [*range(start, start + count), *[0] * padding]
@@ -112,7 +115,8 @@ def test_chunks_match_the_numpy_op(
 @PORTABLE
 @pytest.mark.parametrize("base", [383, 384, 385, 440, 447, 448, 500, 511])
 def test_a_row_of_a_tree_has_the_bits_of_the_plain_row_of_its_path(cuda: Any, base: int, portable: bool) -> None:
-    """Chosen blocks before the path, the path in the last one or two of them."""
+    """A node's row has the bits of the plain row of its path: chosen blocks lie before the path, which lies in the last
+    one or two of them."""
     rng, count = np.random.default_rng(base), 33
     paths = [[0]]
     for node in range(1, count):

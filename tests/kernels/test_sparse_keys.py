@@ -1,4 +1,4 @@
-"""Compressed keys: bit by bit those of the NumPy op, whatever the rows of a step are, and of an accepted path."""
+"""Compressed keys have the bits of the NumPy op, whatever the rows of a step are and after an accepted path."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ SHAPES = [(2, 128), (3, 96), (1, 64)]
 
 
 def empty_device(cuda: Any, slots: Slots, **settings: Any) -> tuple[SparseDevice, Any, Any]:
-    """A device that has compressed nothing yet, and what it should have in the end."""
+    """Return a device that has compressed nothing yet, and the compressed keys k1 and k2 that it must have in the
+    end."""
     expected = slots.k1, slots.k2
     slots.compress([0] * len(slots.lengths))
     return SparseDevice(cuda, slots, SMALL, **settings), *expected
@@ -34,7 +35,8 @@ def empty_device(cuda: Any, slots: Slots, **settings: Any) -> tuple[SparseDevice
 def test_any_chunks_leave_what_the_whole_text_does(
     cuda: Any, dtype: DType, kv_heads: int, head_dim: int, chunk: int
 ) -> None:
-    """Windows begin in one chunk and end in another; a chunk's bucket has padding behind it."""
+    """Chunks of any size leave the compressed keys of the whole text: windows begin in one chunk and end in another,
+    and a chunk's bucket has padding."""
     slots = Slots(dtype, [70, 333], group=1, kv_heads=kv_heads, head_dim=head_dim)
     slots.compress([0, 333])
     device, *expected = empty_device(cuda, slots, pdl=chunk % 2 == 0)
@@ -48,7 +50,7 @@ def test_any_chunks_leave_what_the_whole_text_does(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_many_slots(cuda: Any, dtype: DType) -> None:
-    """Only what ends at each row's own position, at every offset within two pages."""
+    """Each row compresses only the windows that end at its own position, at every offset within a page."""
     lengths = [*range(1, 258, 3), 31, 32, 63, 64, 127, 128, 191, 192, 256]
     slots = Slots(dtype, lengths, group=1, kv_heads=2, head_dim=64)
     device, *_ = empty_device(cuda, slots)
@@ -80,7 +82,7 @@ def test_an_accepted_path_in_every_layer(
     stacked = {name: np.stack([getattr(layer, name) for layer in layers]) for name in names}
     arrays = {f"{name}_pages": cuda.array(values, dtype) for name, values in stacked.items()}
     arrays |= {"k_pages": cuda.array(np.stack(keys), dtype), "block_tables": cuda.array(tables)}
-    if root % 2:  # as in models that choose by keys before RoPE
+    if root % 2:  # models that choose blocks by keys before RoPE
         arrays["nope_pages"] = arrays["k_pages"]
         arrays["k_pages"] = cuda.array(np.full(np.stack(keys).shape, np.nan, np.float32), dtype)
     compressed = CompressedKeys(arrays["k1_pages"], arrays["k2_pages"], nope=arrays.get("nope_pages"))

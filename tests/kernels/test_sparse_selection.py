@@ -1,4 +1,5 @@
-"""The choice of blocks (select_blocks.cu, pick_blocks.cu): brute force, ties, the same bits in any company."""
+"""The choice of blocks (select_blocks.cu, pick_blocks.cu): against brute force, with ties, and independent of the other
+rows."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_every_offset_within_a_block(
 
 
 def test_brute_force(cuda: Any) -> None:
-    """From the tokens themselves, in float64."""
+    """Choices match brute-force scores in float64, computed from the tokens' own keys."""
     slots = Slots(DType.BFLOAT16, [700], group=8, kv_heads=2, head_dim=64)
     positions = np.array([300, 447, 448, 575, 640, 699])
     q, rows = slots.queries(6, 2.0), slots.rows(positions, np.zeros(6))
@@ -85,7 +86,8 @@ def test_equal_scores_take_the_lower_blocks(cuda: Any, dtype: DType) -> None:
 
 
 def test_planted_ties(cuda: Any) -> None:
-    """Small integers make every product exact, so that equal windows score exactly alike."""
+    """Ties are broken as by the oracle: small integers make every product exact, so that equal windows score exactly
+    alike."""
     rng = np.random.default_rng(3)
     for trial in range(60):
         num_blocks = int(rng.integers(7, 40))
@@ -118,7 +120,7 @@ PLANTED = {
 @pytest.mark.parametrize("threads", [128, 512])
 @pytest.mark.parametrize("scores", PLANTED)
 def test_the_best_of_any_scores(cuda: Any, scores: str, threads: int) -> None:
-    """The kernel that picks, alone: from 95 blocks of which 62 are chosen to thousands."""
+    """pick_blocks, run alone, picks the best of any scores: from 95 blocks, of which 62 are chosen, to thousands."""
     sparse, kv_heads, pages, unused = SparseConfig(), 2, 5000, 3
     positions = np.array([64 * count - 1 for count in (128, 160, 161, 700, 2048, 2049, pages)], np.int32)
     rng = np.random.default_rng(threads)
@@ -139,7 +141,8 @@ def test_the_best_of_any_scores(cuda: Any, scores: str, threads: int) -> None:
 
 
 def test_scores_that_overflow_and_vanish(cuda: Any) -> None:
-    """K2 and K1 differ, so that exp of their difference can be anything; infinite scores are equal ones."""
+    """Lists stay ascending and hold the first and the last blocks if scores overflow or vanish: K1 and K2 differ, so
+    exp of their difference can be anything; infinite scores are equal."""
     slots = Slots(DType.BFLOAT16, [2048], group=2, kv_heads=2, head_dim=64)
     device = SparseDevice(cuda, slots, SMALL)
     for spread in (30.0, 300.0, 3000.0):
@@ -165,7 +168,8 @@ def test_a_choice_is_the_same_bits_in_any_company(cuda: Any) -> None:
 
 
 def test_a_chunk_chooses_as_its_tokens_one_by_one(cuda: Any) -> None:
-    """Windows that end within the chunk, padding behind it; each row as when it is the last token there is."""
+    """Each row of a chunk, with windows that end within the chunk and padding behind it, chooses as if its token were
+    the newest one."""
     slots = Slots(DType.FLOAT16, [700], group=4, kv_heads=2, head_dim=64)
     positions = np.arange(150, 700)
     q = slots.queries(len(positions) + 26, 2.0)
@@ -179,7 +183,8 @@ def test_a_chunk_chooses_as_its_tokens_one_by_one(cuda: Any) -> None:
 
 
 def test_long_contexts(cuda: Any) -> None:
-    """Compressed keys without the tokens, of a 320K context: many partial log sums, many tiles a warp."""
+    """Rows of contexts up to 320K tokens, with many partial log sums and many tiles a warp, choose as the oracle; there
+    are compressed keys only, no tokens."""
     slots = Slots(DType.BFLOAT16, [64], group=16, kv_heads=2, head_dim=64)
     num_pages = 5000
     slots.tables = slots.rng.permutation(num_pages).astype(np.int32)[None]
@@ -197,7 +202,8 @@ def test_long_contexts(cuda: Any) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("base", [383, 384, 420, 440, 447, 448, 511])
 def test_a_row_of_a_tree_chooses_as_the_plain_row_of_its_path(cuda: Any, dtype: DType, base: int) -> None:
-    """Bit for bit, also where a window of 128 tokens ends within its path."""
+    """A node's row chooses exactly as the plain row of its path, also where a window of 128 tokens ends within the
+    path."""
     rng, count = np.random.default_rng(base), 40
     paths = [[0]]
     for node in range(1, count):

@@ -1,4 +1,5 @@
-"""speculate.cu: the rows that the draft has not seen, and what a pass over them alone leaves."""
+"""speculate.cu: the draft's rows for tokens that it has not seen, and the state after a catch-up pass, which drafts
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""copy_state: a slot's states to a snapshot, from one, and cleared, in every layer and nowhere else."""
+"""copy_state: copies a slot's states to a snapshot or from one, or clears them, in every layer and nowhere else."""
 
 from __future__ import annotations
 

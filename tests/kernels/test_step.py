@@ -1,4 +1,4 @@
-"""step.cu with the sampler against the bookkeeping of the reference executor."""
+"""step.cu and the sampler, over many steps, against the bookkeeping of the reference executor."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LAYOUT = CacheLayout((), CONTEXT, SLOTS)
 
 
 def logits_after(token: int, position: int) -> Any:
-    """What a model might say: a function of the row's token and position."""
+    """Return made-up logits, a function of the row's token and position."""
     values = np.random.default_rng([token, position]).standard_normal(VOCAB) * 3
     return values.astype(np.float32)
 
 
 class Bookkeeping(ReferenceExecutor):
-    """The reference executor around `logits_after`; notes the rows of every forward."""
+    """The reference executor with `logits_after` as its model; `rows` holds the rows of the last forward."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB)  # type: ignore[assignment]
@@ -49,7 +49,8 @@ class Bookkeeping(ReferenceExecutor):
 
 
 class DeviceSteps:
-    """The kernels of steps in the order of the executor, the forward left out. Rings lie on the device here."""
+    """Launches the kernels of steps in the order of the CUDA executor, without the forward. The rings are in device
+    memory."""
 
     def __init__(
         self, cuda: Any, *, bucket: int = CHUNK, decode_rows: int = 8, pdl: bool = False, drafts: bool = False
@@ -181,7 +182,8 @@ def random_sampling(rng: np.random.Generator) -> Sampling:
 
 
 def program(seed: int, num_sequences: int) -> Iterator[Step]:
-    """Sequences that come and go in random slots, with decode steps that outlive the finished ones."""
+    """Yield steps of sequences that come and go in random slots; decode steps go on with sequences that have
+    finished."""
     rng = np.random.default_rng(seed)
     ready: list[int] = []
     for _ in range(num_sequences):
@@ -244,7 +246,7 @@ def test_steps_follow_the_reference_executor(cuda: Any, seed: int, pdl: bool) ->
 @pytest.mark.parametrize("decode_rows", [8, 16, 64])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_slots_bring_certain_tokens(cuda: Any, decode_rows: int, drafts: bool) -> None:
-    """Beside each other, beside slots that bring none, and beside one that has finished."""
+    """Slots bring certain tokens beside each other, beside slots that bring none, and beside one that has finished."""
     rng = np.random.default_rng(decode_rows)
     reference, device = Bookkeeping(), DeviceSteps(cuda, decode_rows=decode_rows, drafts=drafts)
     new = [300, 300, 1, 300]

@@ -1,4 +1,5 @@
-"""tree_attention: what it is chosen for, and its groups of rows and clusters of every size against plain rows."""
+"""tree_attention: the steps that it is planned for, and its groups of rows and clusters of every size against plain
+rows."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType
 
 SHARED_BYTES = 232_448 - 2048
-"""That a block can have on sm_90, less what the kernel declares itself."""
+"""The dynamic shared memory that a block can have on sm_90: all of it less the part that the kernel declares itself."""
 EVERY_BLOCK = (16, 24, 32, 64)
-"""Rows with two units (2 KV heads of 16 heads): tiles and clusters (3, 8), (2, 4), (3, 4), (2, 2)."""
+"""Numbers of rows with which two units (2 KV heads of 16 heads) get row tiles and clusters of (3, 8), (2, 4), (3, 4),
+(2, 2)."""
 
 
 def plan(
@@ -99,7 +101,8 @@ def test_blocks_and_clusters_of_every_size(cuda: Any, group: int, head_dim: int,
 @pytest.mark.gpu
 @pytest.mark.parametrize("base", [510, 1020, 2044, 2047, 4990])
 def test_rows_whose_pages_are_cut_differently(cuda: Any, base: int) -> None:
-    """Runs become longer from 9 and from 17 pages on, and are more than eight, and of several clusters, from 33."""
+    """A node's row has the bits of a plain row at every cut of pages: runs become longer from 9 and from 17 pages on;
+    from 33 there are more than eight, of several clusters."""
     masks = random_tree(np.random.default_rng(base), 33, keep=0.3)
     tree, plain = make_trees(DType.FLOAT16, 16, 2, 64, [(base, masks)])
     assert_same_bits(cuda, tree, plain, counts=EVERY_BLOCK[:3])

@@ -28,7 +28,7 @@ SHAPE = TreeShape(5, 8, 64)
 
 
 def deep_tree(rng: np.random.Generator) -> Nodes:
-    """Few different tokens, so that paths repeat some."""
+    """Return a deep tree with few different tokens, so that paths repeat some."""
     growth = TreeGrowth(SHAPE)
     for level in range(SHAPE.num_passes):
         rows = 1 if level == 0 else SHAPE.top_k
@@ -42,7 +42,7 @@ def deep_tree(rng: np.random.Generator) -> Nodes:
 
 
 class Plain:
-    """The plain kernel on one row of a slot, with a path that it has generated one after the other."""
+    """The plain sampling kernel on one row of a slot whose newest generated tokens are a path."""
 
     def __init__(self, device: TreeDevice, portable: bool):
         self.device, self.grid = device, 1 if portable or device.cuda.device.capability < 90 else 8
@@ -89,16 +89,16 @@ def test_a_node_samples_what_plain_decoding_samples(cuda: Any, sampling: Samplin
 
 
 def path_to(nodes: Nodes, node: int) -> list[int]:
-    """The tokens from the root's child to the node."""
+    """Return the tokens from the root's child to the node."""
     return [int(nodes.tokens[other]) for other in range(1, 64) if int(nodes.masks[node]) >> other & 1]
 
 
 PADDING = 7
-"""The node whose row has no slot."""
+"""The node whose row is padding: it has no slot."""
 
 
 def prepared(device: TreeDevice, sampling: Sampling, rng: np.random.Generator) -> tuple[Any, Nodes, Any]:
-    """A sequence in slot 1 with a deep tree behind it: the words of its tokens, the nodes, and their logits."""
+    """Put a sequence with a deep tree into slot 1 and return the token counts, the nodes, and their logits."""
     running = Running(1, rng.integers(0, VOCAB, 30).tolist(), capacity=320, max_context=320)
     state = slot_state(Admit(1, sampling, 12345, 100, ()))
     counts = np.zeros((3, VOCAB), np.uint32)

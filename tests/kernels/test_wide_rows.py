@@ -20,7 +20,7 @@ OUT, COLUMNS, WIDTH, GROUP = 384, 768, 1056, 128
 
 
 def weights_of(cuda: Any, rng: Any, dtype: DType, bits: int) -> tuple[Any, Any]:
-    """A weight [OUT, COLUMNS] as float32, and as the device has it in so many bits."""
+    """Return a random weight [OUT, COLUMNS] as float32, and the same weight on the device in `bits` bits."""
     if bits == 16:
         weight = normals(rng, dtype)(OUT, COLUMNS, spread=COLUMNS**-0.5)
         return weight, cuda.array(weight, dtype)
@@ -45,7 +45,7 @@ def test_the_first_columns_of_wider_rows(cuda: Any, dtype: DType, bits: int, has
     scratch = {"packed_rows": (1 << 22, np.uint8), "packed_partials": (1 << 24, np.uint8),
                "packed_arrivals": (1 << 12, np.int32), "normed": (64 * COLUMNS, np.uint16)}  # fmt: skip
     arrays = {name: cuda.array(np.zeros(*size)) for name, size in scratch.items()}
-    gemm: Any = None  # no row is of a chunk
+    gemm: Any = None  # not used: no rows are of a chunk
     products = Products(cuda.device, cuda.launcher(dtype, pdl=True), gemm, arrays)
     on_device = cuda.array(norm, dtype) if has_norm else None
 

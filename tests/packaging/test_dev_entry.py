@@ -94,7 +94,7 @@ def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def call(project: Path, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one call."""
+    """Call dev.py and return its exit code, stdout and stderr."""
     process = start(project, *arguments)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
@@ -110,7 +110,7 @@ def dev() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def venv(dev: ModuleType) -> ModuleType:
-    """The module that installs."""
+    """The module tools/dev_venv.py, which installs."""
     return importlib.import_module("dev_venv")
 
 
@@ -151,7 +151,7 @@ def test_help_needs_no_venv(project: Path) -> None:
 
 
 def expressions(dev: ModuleType, tier: str) -> list[str]:
-    """Which marks the tests of each stage of a tier must have."""
+    """Return the mark expression of each pytest stage of a tier."""
     options = [stage.arguments for stage in dev.pytest_stages(tier)]
     return [arguments[arguments.index("-m", 2) + 1] for arguments in options]
 
@@ -234,7 +234,7 @@ def test_changed_project_and_broken_venv_are_mended(project: Path) -> None:
 
 @pytest.mark.all
 def test_a_venv_that_is_linked_in_is_left_alone(project: Path, tmp_path: Path) -> None:
-    """It was emptied, to be made anew for this checkout."""
+    """A linked virtual environment is replaced by a new one in this checkout, and its target is left as it was."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "cpmrt-install.json").write_text('{"python": "3.11", "root": "/another/checkout"}')
@@ -247,7 +247,7 @@ def test_a_venv_that_is_linked_in_is_left_alone(project: Path, tmp_path: Path) -
 
 
 def test_a_venv_of_somebody_else_without_pip_is_not_replaced(project: Path) -> None:
-    """As uv makes them."""
+    """A virtual environment without pip that dev.py did not make, as uv makes them, is refused and not replaced."""
     (project / ".venv").mkdir()
     (project / ".venv" / "pyvenv.cfg").write_text("theirs")
     code, out, err = call(project, "generate")

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, and that the wheel alone runs."""
+"""The wheel and the sdist: their files, and a run of the wheel alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.all
 
 
 def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python of this environment and show what it said if it fails."""
+    """Run this environment's Python with these arguments, and show its output if it fails."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
@@ -38,7 +38,7 @@ def run(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedPro
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it."""
+    """A folder with the sdist and the wheel that was built from it."""
     out = tmp_path_factory.mktemp("dist")
     run("-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT), cwd=out)
     return out
@@ -60,7 +60,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def package_files() -> set[str]:
-    """Every file the wheel must hold, relative to the repository root."""
+    """Return every file the wheel must hold, relative to the repository root."""
     files = [*(ROOT / "cpmrt").rglob("*.py"), *(path for path in DEMO.rglob("*") if path.is_file())]
     return {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
 

@@ -21,7 +21,7 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "obje
 
 
 class Links(HTMLParser):
-    """Collects what a browser loads for a page, where its links lead, and the ids of its elements."""
+    """A parser that collects the files a browser loads for a page, its links' targets, and its elements' ids."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A start runs one layer of each kind, and what that reaches into, which have to load whatever all layers launch:
-looked up in traces of both."""
+"""A start runs one layer of each kind and the layers it depends on: traces show that this loads every kernel that all
+layers launch."""
 
 from __future__ import annotations
 

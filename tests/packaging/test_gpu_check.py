@@ -1,4 +1,4 @@
-"""tools/gpu_check.py: what it runs, what it makes of the logs, and that no stage outlives its limit. No GPU."""
+"""tools/gpu_check.py: its stages, its reading of the logs, and the time limit of each stage. No GPU."""
 
 from __future__ import annotations
 

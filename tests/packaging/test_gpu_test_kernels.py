@@ -1,4 +1,4 @@
-"""tools/gpu_test_kernels.py: what GPU tests need compiled is found without a GPU, and compiled. No GPU."""
+"""tools/gpu_test_kernels.py: it finds the kernels that GPU tests need, and compiles them. No GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str) -> str:
-    """What the tool says."""
+    """Run the tool and return its output."""
     command = [sys.executable, str(ROOT / "tools" / "gpu_test_kernels.py"), "--workers", "1", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     done = subprocess.run(

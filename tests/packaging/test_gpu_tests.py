@@ -1,4 +1,4 @@
-"""tools/gpu_tests.py on a folder of small tests: what runs beside what, and that nothing is lost. No GPU."""
+"""tools/gpu_tests.py on a folder of small tests: the jobs it runs side by side, and complete results. No GPU."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_ends_the_process():
 
 
 def run(folder: Path, marked: str, *options: str, **tests: str) -> tuple[int, list[str]]:
-    """Exit code and lines of the tool on files with these tests."""
+    """Run the tool on files with these tests and return its exit code and output lines."""
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: .\n  all: .\n  alone: .\n")
     for name, text in tests.items():
         (folder / f"{name}.py").write_text(text)
@@ -119,7 +119,7 @@ def test_every_test_is_counted_and_what_fails_is_shown(tmp_path: Path) -> None:
 
 
 def test_what_time_does_not_suffice_for_is_counted(tmp_path: Path) -> None:
-    """Of a job that is killed what has ended counts, in the order of the files; what has not is named."""
+    """When time runs out, finished tests of a killed job count, in the order of the files, and the others are named."""
     sleeping = "def test_sleeps():\n    import time\n    time.sleep(300)\n\n\ndef test_skips():"
     slow = MIXED.replace("def test_skips():", sleeping)
     code, lines = run(tmp_path, "gpu", "--seconds", "8", test_first=SHORT, test_mixed=slow, test_last=SHORT)

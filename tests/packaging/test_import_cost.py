@@ -1,4 +1,4 @@
-"""`import cpmrt` is light: an embedding application pays for what it uses, when it uses it."""
+"""The cost of `import cpmrt`: it loads little, so that an application pays for parts only when it uses them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ print(json.dumps({{"seconds": seconds, "modules": sorted(sys.modules)}}))
 
 
 def import_once(statement: str = "import cpmrt") -> tuple[float, list[str]]:
-    """CPU seconds that an import took in a fresh interpreter, and every module it holds afterwards."""
+    """Return the CPU seconds of an import in a fresh interpreter, and every module loaded afterwards."""
     code = CHILD.format(statement)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     report = json.loads(done.stdout)
@@ -35,7 +35,7 @@ def test_import_takes_under_300_ms() -> None:
 
 
 def test_an_llm_can_be_asked_for_before_its_parts_are_imported() -> None:
-    """They take longer than the driver needs for its context, which `LLM` has it create beside them."""
+    """Importing `LLM` imports none of its parts: `LLM` imports them while the driver creates its context."""
     _, modules = import_once("from cpmrt import LLM, SamplingParams")
     parts = ("cpmrt.engine", "cpmrt.text", "cpmrt.weights", "cpmrt.models", "cpmrt.sharing", "cpmrt.cuda.assembly")
     assert "cpmrt.llm" in modules and [name for name in (*HEAVY, *parts) if name in modules] == []

@@ -1,4 +1,4 @@
-"""tools/launch_trace.py: it traces what a start launches, and sees a launch that has changed.
+"""tools/launch_trace.py: it traces the launches of a start and notices a changed one.
 
 It and tools/digests.py refuse to compare with nothing.
 """

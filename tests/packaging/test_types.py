@@ -1,4 +1,4 @@
-"""The types of the public surface: a program that uses it passes mypy --strict, and each mistake fails it."""
+"""Types of the public API: a program that uses it passes mypy --strict, and each mistake fails it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ BAD = (
 
 
 def checked(tmp_path: Path, program: str) -> list[str]:
-    """What mypy --strict says of a program that uses the package as it is installed."""
+    """Return the lines of mypy --strict on a program that uses the package as it is installed."""
     (tmp_path / "program.py").write_text(program)
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--show-error-codes", "program.py"]

@@ -1,4 +1,4 @@
-"""The ops once more, in float64 and by their formulas, one element or one head at a time."""
+"""The ops' formulas in float64, one element or one head at a time: the oracle of the NumPy ops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def linear(x: Any, weight: Any) -> Any:
 
 
 def rotate(head: Any, cos: Any, sin: Any) -> Any:
-    """One head [D]: element i and element i + D/2 are the parts of a complex number that turns."""
+    """Rotate one head [D]: elements i and i + D/2 are the real and imaginary part of a number times cos + i sin."""
     half, out = len(head) // 2, np.zeros(len(head), np.float64)
     for i in range(half):
         turned = complex(head[i], head[i + half]) * complex(cos[i], sin[i])
@@ -40,14 +40,14 @@ def silu(x: Any) -> Any:
 
 
 def token(pages: Any, block_table: Any, position: int) -> Any:
-    """What the pages hold for one position: [K, D]."""
+    """Return what the pages hold for one position, [K, D]."""
     return pages[block_table[position // PAGE], :, position % PAGE].astype(np.float64)
 
 
 def attention(
     q: Any, k_pages: Any, v_pages: Any, positions: Any, slots: Any, tables: Any, scale: float, seen: Any = None
 ) -> Any:
-    """`seen`: of each row, the locations of the keys that it sees (None: all up to its position)."""
+    """Return attention of every row; `seen` has each row's visible locations (None: all up to its position)."""
     num_rows, num_kv_heads, head_dim = len(q), k_pages.shape[1], k_pages.shape[3]
     num_heads = q.shape[1] // head_dim
     heads = q.astype(np.float64).reshape(num_rows, num_heads, head_dim)

@@ -1,4 +1,4 @@
-"""The golden files: what is in them, their models on the reference executor."""
+"""Reads the golden files and opens their models on the reference executor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = (
     "minicpm_fatrelu",
 )  # fmt: skip
 REFERENCE_ONLY = {"minicpm3_odd"}
-"""The CUDA executor does not take these."""
+"""Golden models that the CUDA executor does not take."""
 STORAGE_TOLERANCE = {DType.FLOAT16: 5e-3, DType.BFLOAT16: 4e-2}
 """Norm of the error over the norm of the fp32 logits: weights, KV and activations have 10 and 7 bits of mantissa."""
 
@@ -51,9 +51,9 @@ def relative(actual: Any, expected: Any) -> float:
 
 
 def typical(actual: Any, expected: Any) -> float:
-    """The relative error of the middle one of all positions.
+    """Return the median over all positions of the relative error of their logits.
 
-    Where experts have nearly equal scores, rounding to 16 bits may choose another, which gives the token other logits.
+    Where experts have nearly equal scores, rounding to 16 bits may choose another, and the token's logits change.
     """
     return float(np.median(np.linalg.norm(actual - expected, axis=1) / np.linalg.norm(expected, axis=1)))
 

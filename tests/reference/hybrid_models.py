@@ -19,7 +19,7 @@ def golden(name: str) -> Mapping[str, Any]:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """The config.json of a golden model."""
+    """Return the config.json of a golden model."""
     settings: dict[str, Any] = json.loads(str(golden(name)["config"]))
     return settings
 

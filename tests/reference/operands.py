@@ -14,7 +14,7 @@ EPS = 1e-5
 
 
 class Data:
-    """Seeded operands whose values `dtype` can hold."""
+    """A source of seeded random operands whose values `dtype` can hold."""
 
     def __init__(self, dtype: DType = DType.FLOAT32, seed: int = 0):
         self.dtype, self.random = dtype, np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def rope_of(num_positions: int, head_dim: int) -> Any:
 
 
 def filled_pages(data: Data, tables: Any, lengths: Any, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
-    """Keys and values of the first `lengths[slot]` tokens of each slot; NaN everywhere else."""
+    """Return pages with random keys and values of the first `lengths[slot]` tokens of each slot, NaN elsewhere."""
     k_pages, v_pages = (np.full((tables.size, kv_heads, PAGE_SIZE, head_dim), np.nan, np.float32) for _ in "kv")
     for slot, length in enumerate(lengths):
         for position in range(length):
@@ -70,7 +70,7 @@ class Poisoned:
 
 
 def check(op: str, dtype: DType, actual: Any, expected: Any) -> None:
-    """Within the op's tolerance, and of values that the storage type holds (logits are float32)."""
+    """Check that a result is within the op's tolerance and, but for logits, has only values of the storage type."""
     error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
     assert error <= OPS[op].tolerance[dtype]
     if op != "lm_head":

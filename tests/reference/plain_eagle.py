@@ -1,4 +1,4 @@
-"""EAGLE drafts from their papers' formulas, in float64 over whole sequences: no cache, no pages, no shared code.
+"""EAGLE drafts by their papers' formulas, in float64 over whole sequences, with no KV cache and no code of cpmrt.
 
 Tensors are those of the checkpoint, by Hugging Face name; settings are config.json's keys.
 """
@@ -19,7 +19,7 @@ def rms(x, weight, eps):
 
 
 def rotation(settings: Settings, positions, limit):
-    """Angles [T, D/2] and the factor on cos and sin; longrope by the asked context."""
+    """Return the angles [T, D/2] and the factor on cos and sin; `limit` decides which list of LongRoPE applies."""
     size = settings["head_dim"]
     inverse = 1.0 / settings.get("rope_theta", 10000.0) ** (np.arange(0, size, 2) / size)
     scaling, factor = settings.get("rope_scaling"), 1.0
@@ -32,7 +32,7 @@ def rotation(settings: Settings, positions, limit):
 
 
 def layer(x, entering, tensors: Tensors, name: str, settings: Settings, scale, *, limit, window=0):
-    """One decoder layer: `entering` [T, *] goes into q, k and v as it is, `x` [T, h] is the residual."""
+    """Run one decoder layer: `entering` [T, *] is the normalised input of q, k and v, `x` [T, h] the residual."""
     heads, kv_heads, size = (settings[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     count, weight = len(x), lambda part: np.asarray(tensors[f"{name}.{part}.weight"], np.float64)
     angles, factor = rotation(settings, np.arange(count), limit)
@@ -61,7 +61,7 @@ def layer(x, entering, tensors: Tensors, name: str, settings: Settings, scale, *
 
 
 def target_states(token_ids: Sequence[int], tensors: Tensors, settings: Settings, limit):
-    """The residual stream that enters each layer, and the final norm's output."""
+    """Return the residual stream that enters each layer, and the final norm's output."""
     x = np.asarray(tensors["model.embed_tokens.weight"], np.float64)[list(token_ids)] * settings.get("scale_emb", 1)
     scale, entering = settings["scale_depth"] / np.sqrt(settings["num_hidden_layers"]), []
     for number in range(settings["num_hidden_layers"]):
@@ -73,7 +73,7 @@ def target_states(token_ids: Sequence[int], tensors: Tensors, settings: Settings
 
 
 class PlainDraft:
-    """`predict`: log-probabilities over the target's vocabulary after a text and some drafted tokens."""
+    """A draft and its target; `predict` gives the draft's log-probabilities after a text and some drafted tokens."""
 
     def __init__(self, target: Tensors, target_settings: Settings, tensors: Tensors, settings: Settings, limit: int):
         self.target, self.target_settings, self.limit = target, target_settings, limit
@@ -82,10 +82,10 @@ class PlainDraft:
         self.embedding = self.embedding * target_settings.get("scale_emb", 1)
         self.window, self.kept = 0, None
         self.known: dict[Any, Any] = {}
-        """What was computed of texts before: states of the target, outputs after a path."""
+        """Results kept from earlier calls: the target's states by text, the draft's outputs by text and path."""
 
     def predict(self, text: Sequence[int], path: Sequence[int]):
-        """After `text` (its last token is the root) and `path`."""
+        """Return log-probabilities over the target's vocabulary after `path`, behind `text`, which ends in the root."""
         return self.log_probs(self.outputs_after(tuple(text), tuple(path))[-1])
 
     def outputs_after(self, text, path):
@@ -105,7 +105,7 @@ class PlainDraft:
 
 
 class PlainEagle2(PlainDraft):
-    """`stem`, `layers`: how the tensors are called; `scale` of the residual."""
+    """An EAGLE-2 or classic draft: `stem` and `layers` begin its tensors' names, `scale` scales its residual."""
 
     stem, layers, scale, has_norms = "model.", ("model.eagle_layers.0",), 1.0, True
 
@@ -131,7 +131,7 @@ class PlainEagle2(PlainDraft):
 
 
 class PlainEagle3(PlainDraft):
-    """`taps`: the layers whose inputs are read."""
+    """An EAGLE-3 draft, which reads the inputs of the target's layers `taps`."""
 
     taps: tuple[int, ...] = (0, 1, 2)
 

@@ -1,7 +1,7 @@
 """Small quantised checkpoints of every format, as their producers lay them out.
 
-Any 32-bit word is eight valid codes, so the quantised tensors are random words of a seed, and no packing is needed to
-make them: readers and the oracle of `tools/make_golden.py` each take them apart on their own.
+Any 32-bit word is eight valid codes, so the quantised tensors are seeded random words, and no packing code is needed
+to make them. The readers and the oracle of `tools/make_golden.py` unpack them independently of each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cpmrt.reference.philox import philox
 
 QUANTISED_GOLDEN = GOLDEN / "quantised"
 Tensors = dict[str, tuple[str, Array]]
-"""By name: safetensors type and words."""
+"""The safetensors type and the words of each tensor, by name."""
 
 # Sizes that every executor takes; 264 tokens hold the bytes of the test tokenizer.
 _SIZES = {
@@ -62,8 +62,12 @@ def _compressed(ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[
 
 @dataclass(frozen=True)
 class QuantisedCase:
-    """`layout` gptq, awq, compressed or marlin; `order` "": none, "shared": as act-order gives it, "apart": v_proj and
-    up_proj have their own; `plain`: ends of modules in 16 bits; `small_groups`: ends of modules in groups of 32."""
+    """A quantised checkpoint: its config.json, its quantisation settings and how its tensors are laid out.
+
+    `layout` is gptq, awq, compressed or marlin. `order` is the order of columns: "" none, "shared" as act-order gives
+    it, "apart" with orders of their own for v_proj and up_proj. `plain` and `small_groups` are ends of the names of
+    modules in 16 bits, and of those in groups of 32.
+    """
 
     name: str
     config: dict[str, Any]
@@ -78,7 +82,7 @@ class QuantisedCase:
     small_groups: tuple[str, ...] = ()
     head: bool = False
     beside: bool = False
-    """The settings are in quantize_config.json instead of config.json."""
+    """Whether the settings are in quantize_config.json instead of config.json."""
     key: str = "quantization_config"
     file: str = "model.safetensors"
 
@@ -158,7 +162,7 @@ def _words(name: str, count: int, seed: int) -> Array:
 
 
 def modules(case: QuantisedCase) -> Iterator[tuple[str, int, int]]:
-    """Every module that the checkpoint quantises, with its rows and columns."""
+    """Yield every module that the checkpoint quantises, with its rows and columns."""
     config = ModelConfig.from_hf(case.config)
     sources = [source for spec in tensor_specs(config) for source in spec.sources]
     fused = {"q_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
@@ -180,7 +184,7 @@ def modules(case: QuantisedCase) -> Iterator[tuple[str, int, int]]:
 
 
 def raw_tensors(case: QuantisedCase, seed: int) -> Tensors:
-    """All tensors of the checkpoint."""
+    """Return all tensors of the checkpoint."""
     tensors: Tensors = {}
     quantised = {module for module, _, _ in modules(case)}
     covered = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -255,18 +259,18 @@ def write_quantised(case: QuantisedCase, folder: Path, seed: int, **settings: An
 
 @cache
 def golden(name: str) -> dict[str, Any]:
-    """The arrays of a case's golden file."""
+    """Return the arrays of a case's golden file."""
     with np.load(QUANTISED_GOLDEN / f"{name}.npz", allow_pickle=False) as file:
         return {key: file[key] for key in file.files}
 
 
 def write_golden_cases(root: Path) -> dict[str, Path]:
-    """The checkpoint of every case, of the seed that its golden file was made with, in a folder of its name."""
+    """Write every case's checkpoint, with the seed of its golden file, to a folder of its name; return the folders."""
     return {case.name: write_quantised(case, root / case.name, int(golden(case.name)["seed"])) for case in CASES}
 
 
 def write_safetensors(path: Path, tensors: Tensors) -> None:
-    """A file of any types, bfloat16 as uint16 words too."""
+    """Write a safetensors file of tensors of any types; bfloat16 may be given as uint16 words."""
     header, offset = {}, 0
     for name, (dtype, words) in tensors.items():
         header[name] = {"dtype": dtype, "shape": list(words.shape), "data_offsets": [offset, offset + words.nbytes]}
@@ -276,6 +280,6 @@ def write_safetensors(path: Path, tensors: Tensors) -> None:
 
 
 def as_float32(stored: tuple[str, Array]) -> Array:
-    """The values of a tensor in 16 or 32 bits."""
+    """Return the values of a tensor that is stored in 16 or 32 bits."""
     dtype = {"F16": DType.FLOAT16, "BF16": DType.BFLOAT16, "F32": DType.FLOAT32}[stored[0]]
     return to_float32(stored[1], dtype)

@@ -1,6 +1,6 @@
-"""Block-sparse attention once more, by its formulas, one token and one KV head at a time, in float64.
+"""Block-sparse attention by its formulas, one token and one KV head at a time, in float64.
 
-Nothing here knows pages, entries or rows: `keys` [n, D] are the tokens up to and with the one that looks.
+There are no pages, entries or rows here: `keys` [n, D] are those of all tokens up to the one that attends, included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = 64
 
 
 def windows(keys: Any, size: int, stride: int) -> list[Any]:
-    """Means of the complete windows."""
+    """Return the mean key of each complete window."""
     found = []
     while stride * len(found) + size <= len(keys):
         first = stride * len(found)
@@ -25,7 +25,10 @@ def windows(keys: Any, size: int, stride: int) -> list[Any]:
 
 
 def scores(queries: Any, k1: list[Any], k2: list[Any], scale: float, num_blocks: int) -> list[float]:
-    """queries [G, D] of one token and KV head, compressed keys it may see -> score of each block before its own."""
+    """Return the score of each block before a token's own, for its `queries` [G, D] of one KV head.
+
+    `k1` and `k2` are the fine and coarse compressed keys that the token may see.
+    """
     p = [0.0] * len(k1)
     for query in queries.astype(np.float64):
         coarse = [float(query @ key) * scale for key in k2]
@@ -48,7 +51,7 @@ def looks_at_everything(position: int, config: SparseConfig) -> bool:
 
 
 def chosen(block_scores: list[float], position: int, config: SparseConfig) -> list[int]:
-    """The blocks, ascending, of a token that leaves some out; equal scores: the lower block first."""
+    """Return the blocks, ascending, that a token attends to; of equal scores the lower block is chosen first."""
     kept = forced(position, config)
     rest = [b for b in range(position // BLOCK) if b not in kept]
     rest.sort(key=lambda b: (-block_scores[b], b))
@@ -57,7 +60,7 @@ def chosen(block_scores: list[float], position: int, config: SparseConfig) -> li
 
 
 def check_choice(actual: Any, block_scores: list[float], position: int, config: SparseConfig, slack: float) -> None:
-    """A right choice up to rounding: nothing chosen scores less than something left out by more than `slack` of it."""
+    """Check a choice up to rounding: no chosen block scores below 1 - `slack` times that of a block left out."""
     actual = [int(block) for block in actual]
     assert actual == sorted(set(actual)), actual
     assert len(actual) == config.topk + config.window_size // BLOCK
@@ -69,7 +72,7 @@ def check_choice(actual: Any, block_scores: list[float], position: int, config: 
 
 
 def attention(queries: Any, keys: Any, values: Any, blocks: list[int], scale: float) -> Any:
-    """queries [G, D] of one token over the tokens of these blocks: [G, D]."""
+    """Return attention [G, D] of one token's queries [G, D] over the tokens of these blocks."""
     seen = [i for i in range(len(keys)) if i // BLOCK in blocks]
     keys, values = keys[seen].astype(np.float64), values[seen].astype(np.float64)
     out = np.zeros(queries.shape, np.float64)

@@ -31,7 +31,7 @@ VOCAB = 50
 
 @dataclass(frozen=True)
 class Candidate:
-    """One drafted token of the naive tree: `order` as the shared definition counts candidates."""
+    """One drafted token of the naive tree; `order` is its number among all candidates of all passes."""
 
     order: int
     token: int
@@ -40,7 +40,7 @@ class Candidate:
     row: int
 
     def ancestry(self) -> list[Candidate]:
-        """From the first level down to itself."""
+        """Return the candidates of its path, from the first level down to itself."""
         return [*(self.parent.ancestry() if self.parent else []), self]
 
     def before(self, other: Candidate) -> bool:
@@ -48,13 +48,13 @@ class Candidate:
 
 
 def best_of(candidates: list[Candidate], count: int) -> list[Candidate]:
-    """By counting for each how many go before it."""
+    """Return the best `count` candidates, ranked by counting for each how many go before it."""
     ranked = {sum(other.before(one) for other in candidates): one for one in candidates}
     return [ranked[rank] for rank in range(count)]
 
 
 def drafted(rng: np.random.Generator, shape: TreeShape, kind: str) -> list[tuple[Array, F32]]:
-    """Ids and log-probabilities of each pass: `ties` has few different values, `gaps` rows of -inf."""
+    """Return random ids and log-probabilities of each pass; `ties` has few different values, `gaps` rows of -inf."""
     passes = []
     for level in range(shape.num_passes):
         rows = 1 if level == 0 else shape.top_k
@@ -68,7 +68,7 @@ def drafted(rng: np.random.Generator, shape: TreeShape, kind: str) -> list[tuple
 
 
 def naive(shape: TreeShape, passes: list[tuple[Array, F32]]) -> tuple[list[list[Candidate]], list[Candidate]]:
-    """Frontiers, one for each pass after the first, and the chosen candidates."""
+    """Return the frontiers, one for each pass after the first, and the chosen candidates."""
     k, everything, frontiers = shape.top_k, [], []
     parents: list[Candidate | None] = [None]
     for level, (ids, logprobs) in enumerate(passes):
@@ -127,7 +127,7 @@ def test_top_k_of_the_masked() -> None:
 
 
 def trees() -> st.SearchStrategy[Nodes]:
-    """Any tree of up to 64 nodes in which siblings differ, over few tokens so that much is accepted."""
+    """Draw any tree of up to 64 nodes in which siblings differ, over few tokens so that much is accepted."""
 
     def build(choices: list[tuple[int, int]]) -> Nodes:
         tokens, parents, depths, masks = [1], [-1], [0], [1]

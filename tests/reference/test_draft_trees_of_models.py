@@ -47,7 +47,7 @@ def open_pair(folder, target, draft, tensors, wish, max_context=128):
 
 
 def expected_paths(draft, text, shape):
-    """Every node's tokens from the root on, in the order of the nodes."""
+    """Return the tokens of every node's path, without the root's, in the order of the nodes."""
     found = []
     frontier = [((), 0.0)]
     for _ in range(shape.num_passes):
@@ -71,7 +71,7 @@ def proposed_paths(executor, text):
 
 
 def check_trees(executor, plain):
-    """After a prompt in three chunks, and after steps of both kinds."""
+    """Check the proposed trees after a prompt in three chunks, and after steps of both kinds."""
     executor.submit(Admit(0, Sampling(temperature=1.0), 5, 40, ())).wait()
     text = list(PROMPT)
     for start in range(0, len(PROMPT), 16):
@@ -90,7 +90,7 @@ def wish(method, **settings):
 
 @pytest.mark.parametrize("window", [None, 1, 6])
 def test_eagle2_under_vllm_names(tmp_path, window):
-    """The divisor of the target's head counts (it decides between branches), and so does every chunk of the prompt."""
+    """Trees depend on the divisor of the target's head, which decides between branches, and on all prompt chunks."""
     tensors = eagle2_tensors("vllm")
     executor = open_pair(tmp_path, TARGET, DRAFT, tensors, wish("eagle2", window=window))
     plain = PlainEagle2(target_tensors(), TARGET, tensors, DRAFT, 128)
@@ -107,7 +107,7 @@ def test_eagle2_under_cpmcu_names_with_two_layers_and_its_residual_scale(tmp_pat
 
 
 def test_classic_eagle(tmp_path):
-    """No norms before fc, none in layer 0, a bias, a Llama target."""
+    """A classic EAGLE draft has no norms before fc, none in layer 0, and a bias; the target here is a Llama."""
     llama = {k: v for k, v in TARGET.items() if k not in ("scale_emb", "scale_depth", "dim_model_base")}
     llama |= {"architectures": ["LlamaForCausalLM"]}
     tensors = eagle2_tensors("cpmcu", norms=False, bias=True)
@@ -170,7 +170,7 @@ def test_eagle3(tmp_path, window):
 
 @pytest.mark.parametrize("max_context", [64, 128])
 def test_eagle3_behind_a_target_with_longrope(tmp_path, max_context):
-    """Without a rotary embedding of its own it has the target's, with the same choice of list and the same factor."""
+    """A draft without a rotary embedding of its own has the target's, with the same list and the same factor."""
     rope = {"rope_scaling": LONGROPE, "max_position_embeddings": 256}
     assert len(LONGROPE["long_factor"]) == HEAD_DIM // 2
     target, tensors = TARGET | rope, eagle3_tensors()
@@ -190,7 +190,7 @@ def test_a_rotary_embedding_of_its_own(tmp_path):
 
 
 def test_many_waiting_tokens_do_not_shift_the_draft(tmp_path):
-    """70 plain steps between: the draft has caught up with some of them on the way."""
+    """After 70 plain steps, some of whose tokens the draft has seen meanwhile, trees must be right."""
     tensors = eagle3_tensors()
     executor = open_pair(tmp_path, TARGET, EAGLE3, tensors, wish("eagle3"), max_context=192)
     plain = PlainEagle3(target_tensors(), TARGET, tensors, EAGLE3, 192)
@@ -204,7 +204,7 @@ def test_many_waiting_tokens_do_not_shift_the_draft(tmp_path):
 
 @pytest.mark.parametrize("method", ["eagle2", "eagle3"])
 def test_states_of_an_accepted_path_that_leaves_out_nodes(tmp_path, method):
-    """The path's states are gathered from rows that later ones overwrite; the next tree shows whether one was lost."""
+    """A path's states are gathered from rows that later steps overwrite; the next tree shows whether one was lost."""
     config, tensors, plain_of = (
         (DRAFT, eagle2_tensors("vllm"), PlainEagle2) if method == "eagle2" else (EAGLE3, eagle3_tensors(), PlainEagle3)
     )

@@ -53,7 +53,7 @@ def drafted(checkpoint, draft):
 
 
 def bigram_draft(texts):
-    """Config.json and tensors of a draft whose Markov head prefers what followed a token in these texts."""
+    """Return the config.json and tensors of a draft whose Markov head prefers what followed a token in these texts."""
     random, hidden, vocab = np.random.default_rng(8), CONFIG["hidden_size"], CONFIG["vocab_size"]
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     layers = {"num_hidden_layers": 1, "target_layer_ids": [0], "num_target_layers": CONFIG["num_hidden_layers"]}
@@ -81,7 +81,7 @@ def bigram_draft(texts):
 
 
 def told(answer):
-    """What an answer says, without what it cost."""
+    """Return tokens, text, finish reason and log-probabilities of an answer, without its timings and counts."""
     return [(one.token_ids, one.text, one.finish_reason, one.logprobs) for one in (answer.choices or (answer,))]
 
 

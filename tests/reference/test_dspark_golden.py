@@ -32,7 +32,7 @@ STEPS = {
 
 
 def open_golden(tmp_path, name, changes=(), dtype="float32", prefill_chunk=16, **wishes):
-    """An executor of the golden model with its draft, whose config has the `changes`."""
+    """Open the golden model with its draft, whose config.json has the `changes`, on the reference executor."""
     file, target = golden(f"dspark/{name}"), tmp_path / "target"
     settings, draft = json.loads(str(file["config"])), json.loads(str(file["draft_config"]))
     wish, config = SpeculationConfig("dspark", SHAPES, **wishes), ModelConfig.from_hf(settings)
@@ -65,7 +65,7 @@ def drafted(executor, shape=SHAPES[0]):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", STEPS)
 def test_blocks_behind_every_kind_of_step(tmp_path, name, steps):
-    """The prompt comes in three chunks; tokens wait for the draft in any number, and rejected ones leave no trace."""
+    """Blocks are right for a prompt in three chunks and any number of waiting tokens; rejected ones leave no trace."""
     executor, file = open_golden(tmp_path, name), golden(f"dspark/{name}")
     greedy, tokens, kinds = file["greedy_ids"].tolist(), prefill(executor, file), cycle(STEPS[steps])
     while len(tokens) <= len(greedy):
@@ -112,7 +112,7 @@ def test_a_chain_ends_before_the_first_token_of_too_little_confidence(tmp_path, 
     ids=str,
 )  # fmt: skip
 def test_each_field_counts(tmp_path, change):
-    """The comparison can fail: with another value it is another draft."""
+    """The comparison fails for a draft whose config has one other value."""
     executor, file = open_golden(tmp_path, "llama", change), golden("dspark/llama")
     tokens, agrees = prefill(executor, file), []
     while len(tokens) < len(file["greedy_ids"]):
@@ -134,7 +134,7 @@ def test_narrow_storage_mostly_drafts_the_same(tmp_path, dtype):
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize(("vocab", "parts"), [(704, 8), (700, 4), (601, 1)])
 def test_the_markov_chain_over_a_large_vocabulary(vocab, parts, is_cut):
-    """Against loops in float64: the 32 best rows of each part of the head are asked about."""
+    """Over a large vocabulary a chain is that of loops in float64; the 32 best rows of each part of the head count."""
     random, size, rank, hidden = np.random.default_rng(6), 5, 4, 8
     logits, states = (random.standard_normal((size, width)).astype(np.float32) for width in (vocab, hidden))
     logits[2, 300:] = -3.0

@@ -18,7 +18,7 @@ SAMPLED = Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, presence_
 
 
 def admit(executor, slot, prompt, *, seed=7, count=20, stop=(), chunk=16, sampling=SAMPLED):
-    """Admit and prefill; the result of the last chunk."""
+    """Admit and prefill a prompt; return the result of its last chunk."""
     executor.submit(Admit(slot, sampling, seed, count, stop)).wait()
     for start in range(0, len(prompt), chunk):
         tokens = prompt[start : start + chunk]
@@ -33,7 +33,7 @@ def decode(executor, *slots):
 
 
 def run(executor, slot, prompt, count=12, **arguments):
-    """All results of one sequence."""
+    """Return the results of one sequence: that of its prefill, then one for each decode step."""
     return [admit(executor, slot, prompt, **arguments), *(decode(executor, slot)[0] for _ in range(count - 1))]
 
 
@@ -142,7 +142,7 @@ def test_prompt_logits_come_in_chunks_and_predict_the_next_token():
 
 
 def test_generated_tokens_are_the_prompt_of_a_longer_prompt():
-    """Decoding and prefilling fill the pages alike."""
+    """Decoding fills the pages as prefilling the same tokens does."""
     greedy = Sampling()
     executor = make_executor(CONFIG, max_sequences=2)
     tokens = tokens_of(run(executor, 0, PROMPTS[2], count=12, sampling=greedy))

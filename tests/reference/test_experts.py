@@ -41,7 +41,7 @@ def no_routing(num_rows: int, chosen: int) -> Routing:
 
 
 def expected_routing(scores: Any, chosen: int) -> tuple[Any, Any]:
-    """One row at a time: softmax over all, the largest one after the other, divided by their sum."""
+    """Return each row's experts, ascending, and shares: the largest softmax values, divided by their sum."""
     experts, shares = [], []
     for row in scores:
         likely = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
@@ -83,7 +83,7 @@ def test_scores_that_are_no_numbers_choose_experts_that_exist() -> None:
 @SIZES
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_experts(dtype: DType, num_rows: int, experts: int, chosen: int, is_prefill: bool) -> None:
-    """Each row and each of its experts as products of their own, padding left out."""
+    """The op's rows are those of separate products for each row and each of its experts; padding is left out."""
     data, ops = Data(dtype), NumpyOps(dtype)
     x, norm = data(num_rows, HIDDEN, scale=2.0), data.norm(HIDDEN)
     gate_up, down = data.weight(2 * experts * INNER, HIDDEN), data.weight(experts * HIDDEN, INNER)
@@ -150,7 +150,7 @@ def test_chunks_reuse_and_company_change_no_bit(checkpoint: Path) -> None:
 
 
 def test_drafts_change_no_token(checkpoint: Path) -> None:
-    """Drafts looked up in the text, and those of a small model: here the same one, which is always right."""
+    """No token changes with drafts looked up in the text, or with the target itself as the small model that drafts."""
     params = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, logprobs=2, ignore_eos=True)
     prompt, found = text(20, 1, 90) * 4, []
     for draft in (None, "lookup", checkpoint):

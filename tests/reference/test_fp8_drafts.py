@@ -17,7 +17,7 @@ from cpmrt.reference.kv_rows import gather_row
 
 KV_HEADS, HEAD_DIM, NUM_PAGES = 2, 8, 4
 PROMPTS = [tuple(np.random.default_rng(length).integers(3, VOCAB, length).tolist()) for length in (3, 59, 62, 63, 64)]
-"""Most end so that trees begin pages: at the root, or among their nodes."""
+"""Prompts of which most end where a tree begins a page, at its root or among its nodes."""
 FP8_DRAFTS = ("vllm", "eagle3", "dspark", "itself", "lookup", "vllm or lookup", "model with vllm")
 
 
@@ -40,7 +40,7 @@ def plain(root):
 
 @pytest.mark.parametrize("draft", FP8_DRAFTS)
 def test_tokens_and_logprobs_are_those_of_plain_decoding(root, plain, draft):
-    """Over 100 prompts and settings over all drafts."""
+    """Tokens and logprobs are those of plain decoding in over 100 pairs of prompts and settings over all drafts."""
     executor, accepted = open_with(root, draft, kv_dtype="fp8"), []
     num_shapes, case = len(executor.limits.tree_shapes), 0
     for prompt in PROMPTS:
@@ -57,7 +57,7 @@ def test_tokens_and_logprobs_are_those_of_plain_decoding(root, plain, draft):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("draft", ["vllm", "itself"])
 def test_pages_hold_what_plain_decoding_leaves_there(root, draft, dtype):
-    """Codes of all positions and scales of all pages, over three borders of pages."""
+    """Codes of all positions and scales of all pages are those of plain decoding, over three borders of pages."""
     prompt, count, settings = PROMPTS[1], 140, {"kv_dtype": "fp8", "dtype": dtype}
     without, with_draft = open_with(root, **settings), open_with(root, draft, **settings)
     expected = generate(without, prompt, SETTINGS["greedy"], count=count)[0]
@@ -86,7 +86,7 @@ def test_a_target_with_sparse_attention(root, use_nope):
 
 
 def pages_of(seed):
-    """Pages that another sequence has left."""
+    """Return pages with random codes and scales, as an earlier sequence has left them."""
     random = np.random.default_rng(seed)
     codes = random.integers(0, 126, (NUM_PAGES, KV_HEADS, 64, HEAD_DIM), np.uint8)
     nodes, scales = np.empty((64, KV_HEADS, HEAD_DIM), np.uint8), np.empty((64, KV_HEADS), np.float32)

@@ -67,7 +67,7 @@ def test_scales_of_what_is_not_finite() -> None:
 
 
 def empty_pages(count: int) -> Fp8Pages:
-    """Of an earlier sequence: codes and scales that must not matter."""
+    """Return `count` pages with an earlier sequence's codes and scales, which must not matter."""
     random = np.random.default_rng(9)
     codes = random.integers(0, 256, (count, KV_HEADS, 64, HEAD_DIM), np.uint8)
     return Fp8Pages(codes, np.full((count, KV_HEADS), 2.0**5, np.float32))
@@ -90,7 +90,10 @@ def test_grouping_into_steps_changes_no_bit(sizes: list[int], seed: int) -> None
 
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 300.0])
 def test_values_come_back_within_a_sixteenth(spread: float) -> None:
-    """Half of the last of three bits of mantissa; below the least normal number half of the smallest step."""
+    """Values come back within half of the last of three mantissa bits.
+
+    Below the least normal number they come back within half of the smallest step.
+    """
     heads = (np.random.default_rng(0).standard_normal((200, KV_HEADS, HEAD_DIM)) * spread).astype(np.float32)
     pages, positions = empty_pages(4), np.arange(200)
     store(pages, positions // 64, positions % 64, heads)
@@ -119,7 +122,7 @@ def test_qkv_stores_what_it_rotated_rounded_once(dtype: DType) -> None:
             scale = np.float32(2.0**5) if first is None else page_scales(np.abs(first).max(axis=-1))[:, None]
             wanted = e4m3_values(e4m3_codes(expected[row] / scale))
             stored = e4m3_values(pages.codes[page, :, offset])
-            # Products of another shape differ in their last bits, which tips near ties.
+            # Products of another shape differ in their last bits, which changes how near ties are rounded.
             assert (stored == wanted).mean() > 0.97 and np.allclose(stored, wanted, rtol=0.13, atol=2**-9)
     untouched = np.setdiff1d(np.arange(6), tables[1, :2])
     assert np.array_equal(k_pages.codes[untouched], before[untouched])

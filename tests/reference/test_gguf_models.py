@@ -15,7 +15,7 @@ PROMPT = "Every good boy deserves fudge, and so on: 1 2 3."
 
 
 def logits(model, **options):
-    """The scores of a prompt's tokens, and a few greedy tokens behind it."""
+    """Return the scores of the prompt's tokens, and a few greedy tokens after it."""
     with LLM(model, executor="reference", dtype="float32", max_context=256, **options) as llm:
         ids = llm.tokenizer.encode(PROMPT)
         return llm.score(ids), llm.generate(ids, SamplingParams(max_new_tokens=8)).token_ids
@@ -46,7 +46,10 @@ def test_every_type_keeps_its_own_bits(tmp_path, kind):
 
 @pytest.mark.parametrize("architecture", ["llama", "minicpm", "qwen3"])
 def test_rounding_changes_every_position_a_little(tmp_path, architecture):
-    """What tests of a GPU rely on: two ways of rounding to 16 bits do not make attention look at another token."""
+    """No position's logits change much by rounding to 16 bits, so attention still looks at the same tokens.
+
+    The tests on a GPU rely on this.
+    """
     path, ids = models.write_pair(tmp_path, architecture, models.mixed).gguf, list(range(3, 203, 2))
     found = []
     for dtype in ("float16", "float32"):
@@ -64,7 +67,7 @@ def test_config_is_that_of_the_folder(tmp_path):
 
 
 def test_weights_take_the_bytes_of_their_blocks(tmp_path):
-    """A quantised model is held in its own bits: nothing but the embedding becomes wider."""
+    """A quantised model is held in the blocks of its file; only the embedding becomes wider."""
     pair = models.write_pair(tmp_path, "llama", models.mixed)
     with LLM(pair.gguf, executor="reference", max_context=64) as llm:
         held = {region.name: region.nbytes for region in llm.plan.regions}
@@ -78,7 +81,7 @@ def test_weights_take_the_bytes_of_their_blocks(tmp_path):
 
 @pytest.mark.parametrize("draft", [str(BUNDLED / "eagle2"), pytest.param("q4_k", marks=pytest.mark.all)])
 def test_drafts_beside_a_file_change_no_token(tmp_path, draft):
-    """A file may be the target, with a head in blocks of which the draft takes rows, and the draft."""
+    """A GGUF file may be the target, whose head in blocks gives rows to the draft, and another one the draft."""
     for kind in {"q8_0", draft} & FILE_TYPES.keys():
         to_gguf(ModelFolder.open(BUNDLED), tmp_path / f"{kind}.gguf", kind)
     params, found = SamplingParams(max_new_tokens=12), []

@@ -56,7 +56,7 @@ def test_narrow_storage_stays_close(name, dtype):
 
 
 def test_a_wrong_model_is_noticed():
-    """The comparison can fail: another rotary table of the same weights is far outside the tolerance."""
+    """A model with the same weights but another rotary table is far outside the tolerance."""
     data = golden("rope_linear")
     config = json.loads(str(data["config"])) | {"rope_scaling": None}
     weights = random_weights(tensor_specs(ModelConfig.from_hf(config)), int(data["seed"]))

@@ -32,14 +32,14 @@ KINDS = ("normal", "equal rows", "near ties", "outliers", "tiny", "zero rows", "
 
 @dataclass
 class Screen:
-    """What the kernels know of a row of x: screened logits, and how far each may be from its exact one."""
+    """A row's logits: exact ones, screened ones as the kernels know them, and how far apart the two may be."""
 
     exact: Any
     screened: Any
     width: Any
 
     def threshold(self, params: Sampling, teams: int) -> float:
-        """What `threshold_of` of rescore.cu makes of the largest lower ends of `teams` sets of tokens."""
+        """Return the threshold of `threshold_of` in rescore.cu, from the largest lower bounds of `teams` token sets."""
         lower = (self.screened - self.width).astype(F32)
         groups = [lower[first : first + GROUP_TOKENS].max() for first in range(0, len(lower), GROUP_TOKENS)]
         best = np.full(teams, -np.inf, F32)
@@ -58,7 +58,7 @@ class Screen:
         return threshold
 
     def rescored(self, params: Sampling, teams: int) -> Any:
-        """The logits that the step samples from."""
+        """Return the logits that the step samples from: exact, or -inf if the upper bound is below the threshold."""
         upper = (self.screened + self.width).astype(F32)
         return np.where(upper < self.threshold(params, teams), F32(-np.inf), self.exact)
 
@@ -81,7 +81,7 @@ def weights(kind: str, vocab: int, random: Any, dtype: DType) -> Any:
 
 
 def in_quanta(x: Any) -> Any:
-    """A row as it enters products with packed weights: integers times a power of two in each slice of 128 columns."""
+    """Return a row as products with packed weights read it: integers times a power of two per slice of 128 columns."""
     slices = x.reshape(-1, 128)
     quantum = np.exp2(np.floor(np.log2(np.maximum(np.abs(slices).max(axis=1, keepdims=True), F32(2.0**-87)))) - 13)
     return (np.rint(slices / quantum) * quantum).astype(F32).reshape(-1)
@@ -91,7 +91,7 @@ def screen_of(kind: str, vocab: int, seed: int, dtype: DType, *, follows_row: bo
     random = np.random.default_rng(seed)
     w = weights(kind, vocab, random, dtype)
     x = random.standard_normal(HIDDEN).astype(F32)
-    if follows_row:  # as hidden states of trained models follow the row of their token
+    if follows_row:  # hidden states of trained models resemble the row of their token
         x = x * F32(0.3) + w[0] / (np.abs(w[0]).max() + F32(1e-37)) * F32(5)
     if seed % 3 == 0:
         x[::128] *= F32(1000)
@@ -105,14 +105,14 @@ def screen_with(w: Any, x: Any, dtype: DType) -> Screen:
     steps = 4 * ceil(HIDDEN / 64 / 8)
     bounds = (1 + 2.0**-8) * (apart + ((steps + 1) * 2.0**-18 + 1.5625 * 2.0**-11) * size) + 2.0**-40
     length = np.linalg.norm(x.astype(np.float64)) * (1 + 2.0**-9) + HIDDEN**0.5 * 2.0**-30
-    # Sums in an order of their own: float32 backwards, and in groups.
+    # The two sums take the columns in different orders: backwards, and in groups of 128.
     exact = np.cumsum((w * x)[:, ::-1], axis=1, dtype=F32)[:, -1]
     screened = (held * in_quanta(x)).reshape(len(w), -1, 128).sum(axis=2, dtype=F32).sum(axis=1, dtype=F32)
     return Screen(exact, screened, bounds * length + np.abs(screened) * 2.0**-21)
 
 
 def test_the_integers_that_a_row_enters_as_are_part_of_the_bound() -> None:
-    """Weights that have no error of their own, against small elements beside a large one."""
+    """The bound covers the rounding of x: here weights have no error, and x has small elements beside a large one."""
     x = np.random.default_rng(0).standard_normal(HIDDEN).astype(F32)
     x[::128] *= F32(1000)
     x = round_to(x, DType.BFLOAT16)
@@ -153,7 +153,7 @@ def test_what_is_left_out_cannot_be_sampled(
 
 
 def test_few_tokens_are_left() -> None:
-    """A screen that proves nothing would pass the test above."""
+    """A screen leaves few tokens; one that left all of them would pass the test above."""
     for params, most in ((Sampling(), 40), (Sampling(temperature=1.0, top_k=5), 120)):
         screens = [screen_of("normal", 4000, seed, DType.BFLOAT16, follows_row=False) for seed in range(4)]
         left = [int(np.isfinite(screen.rescored(params, 88)).sum()) for screen in screens]

@@ -30,7 +30,7 @@ def test_logits(name, chunk):
 
 @NAMES
 def test_greedy_tokens(name):
-    """Prefill in blocks, then the recurrence."""
+    """Greedy tokens are the stored ones: the prompt is computed in blocks, the tokens after it by the recurrence."""
     prompt, expected = tuple(golden(name)["prompt_ids"].tolist()), golden(name)["greedy_ids"].tolist()
     engine = Engine(executor_for(name))
     sequence = engine.add(Request(prompt, Sampling(), seed=0, stop_token_ids=(), max_new_tokens=len(expected)))
@@ -41,7 +41,7 @@ def test_greedy_tokens(name):
     "change", [{"rope": False}, {"output_norm": False}, {"output_gate": False}, {"qk_norm": False}], ids=str
 )
 def test_each_part_of_lightning_attention_counts(change):
-    """The comparison can fail: without a part it is another model."""
+    """Without any one part of lightning attention the logits are far outside the tolerance."""
     config, weights = model("lightning_first")
     layers = [
         replace(layer, mixer=replace(layer.mixer, **change)) if isinstance(layer.mixer, LightningAttention) else layer

@@ -31,7 +31,7 @@ INNER = {
     "target": ("model", TreeShape.chain(3)),
     None: ("lookup", TreeShape.chain(3)),
 }
-"""Drafts of the small model, which is the target's equal; "target" is that again, and always right."""
+"""Drafts of the small model, which equals the target; "target" is the same model once more, and always right."""
 EACH = [pytest.param(name, marks=[pytest.mark.all] * (name in ("eagle3", "model"))) for name in INNER]
 PROMPTS = [tuple(np.random.default_rng(length).integers(3, VOCAB, length).tolist()) for length in (1, 9, 40, 70)]
 
@@ -43,7 +43,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def executors(root):
-    """The target with itself as the small model, `name` drafting for that; "alone": nothing does."""
+    """A function that opens the target with itself as its small model, for which `name` drafts ("alone": nothing)."""
 
     @cache
     def opened(name="alone", **settings):
@@ -54,7 +54,7 @@ def executors(root):
 
 
 def open_small(root, wishes, shapes=(CHAIN,), **settings):
-    """The target, for which a small model drafts that is the target itself, put to use as `wishes` say."""
+    """Return an executor of the target, for which the target itself drafts as a small model with these `wishes`."""
     engine = {"executor": "reference", "prefill_chunk": 16, "max_context": 256, "memory_budget": 1 << 30} | settings
     config = EngineConfig(
         draft=str(root / "target"), speculation=SpeculationConfig("model", shapes, **wishes), **engine
@@ -63,14 +63,14 @@ def open_small(root, wishes, shapes=(CHAIN,), **settings):
 
 
 def run(executor, text, step):
-    """The step's tokens go on with the text."""
+    """Run a step and append its tokens to the text."""
     if step == "forced":
         step = Decode((0,), certain=((5, 9, 9, 7),))
     text += executor.submit(step).wait().slots[0].token_ids
 
 
 def chains(executor, text, steps):
-    """What is proposed before each step and behind the last."""
+    """Run the steps; return the chains that are proposed before each step and after the last."""
     found = [executor.proposed(0, CHAIN).tokens.tolist()]
     for step in steps:
         run(executor, text, step)
@@ -95,7 +95,7 @@ def test_chains_are_those_of_the_small_model_alone(executors, draft, prompt, nam
 
 @pytest.mark.parametrize("draft", EACH)
 def test_chains_are_the_same_after_many_plain_steps_and_a_prompt_out_of_the_pages(executors, draft):
-    """More tokens wait than are kept; then a prompt whose first page is there already."""
+    """Chains stay the same when more tokens wait than the draft keeps, and for a prompt whose first page is cached."""
     found = []
     for executor in (executors(), executors(draft)):
         prompt = PROMPTS[3]
@@ -109,7 +109,10 @@ def test_chains_are_the_same_after_many_plain_steps_and_a_prompt_out_of_the_page
 
 
 def passes_of(root, draft, text, num_tokens):
-    """Passes in which the small model gives so many tokens after a text: as a target, with its draft as its draft."""
+    """Return the passes in which the small model, as a target with the same draft, gives so many tokens after a text.
+
+    Return the tokens too.
+    """
     executor = own_target(root, draft)
     found, lengths = generate(executor, tuple(text), SETTINGS["greedy"], (0,), count=num_tokens + 3)
     return 1 + int(np.searchsorted(list(accumulate(lengths)), num_tokens - 1)) + 1, found[0][:num_tokens]
@@ -127,7 +130,7 @@ def own_target(root, draft):
 
 @pytest.mark.parametrize("draft", EACH)
 def test_the_small_model_takes_the_passes_that_it_takes_as_a_target(root, executors, draft):
-    """Its draft sees what a draft of a target sees, whatever came of the chains before."""
+    """The small model's draft sees what a target's draft sees, however much of earlier chains was accepted."""
     executor, saved = executors(draft), 0
     for prompt in PROMPTS[1:3]:
         text = [*prompt, *prefill(executor, 0, prompt, SETTINGS["sampled"], count=60).token_ids]
@@ -144,7 +147,7 @@ def test_the_small_model_takes_the_passes_that_it_takes_as_a_target(root, execut
 
 @pytest.mark.parametrize("draft", EACH[:4])
 def test_its_keys_and_values_are_those_of_a_draft_of_a_target(root, executors, draft):
-    """Of every token of the text, after prompts in chunks, plain steps, forced tokens and steps with chains."""
+    """Its keys and values agree for every token of the text, after chunks, plain steps, forced tokens and chains."""
     executor = executors(draft)
     text = [*PROMPTS[2], *prefill(executor, 0, PROMPTS[2], SETTINGS["sampled"], count=160).token_ids]
     steps = [Speculate((0,))] * 2 + [Decode((0,))] * 66 + [Speculate((0,)), "forced"] * 2 + [Decode((0,))]
@@ -164,7 +167,7 @@ def test_its_keys_and_values_are_those_of_a_draft_of_a_target(root, executors, d
 
 
 def test_an_inner_draft_that_is_the_small_model_itself_is_always_right(executors):
-    """Chains of 7 take the first pass, then steps of 4 tokens and 2."""
+    """A chain of 7 takes three passes if the inner draft is always right: one, then steps of 4 tokens and of 2."""
     executor = executors("target")
     prefill(executor, 0, PROMPTS[2], SETTINGS["sampled"], count=60)
     for _ in range(8):
@@ -220,7 +223,7 @@ def test_in_16_bits_too(root, draft, dtype):
 
 
 def test_a_new_sequence_knows_nothing_of_the_one_before(root):
-    """The second time in the same slot takes as many passes as the first time in a fresh executor."""
+    """A sequence takes as many passes after others in the same slot as it takes in a fresh executor."""
     counts = []
     for before in ((), PROMPTS[1:3]):
         executor = open_small(root, inner("eagle2", TreeShape(2, 4, 6), "vllm"))
@@ -233,7 +236,7 @@ def test_a_new_sequence_knows_nothing_of_the_one_before(root):
 
 
 def test_random_weights(root):
-    """Beside config.json nothing is read, of none of the three."""
+    """With random weights nothing but config.json is read of the target, the small model and its draft."""
     settings = {"load_format": "dummy", "prefill_chunk": 16, "max_context": 128}
     drafted = open_small(root, inner("eagle2", TreeShape(2, 4, 6), "vllm"), (TreeShape.chain(4),), **settings)
     plain = open_with(root, **settings)
@@ -243,7 +246,7 @@ def test_random_weights(root):
 
 
 def test_a_plan_needs_no_weights(root, tmp_path):
-    """All three have a token's keys and values in the plan, by their config.json alone."""
+    """The plan has keys and values of the target, the small model and its draft, by their config.json alone."""
     for source, place in (("target", "target"), ("model", "target/small"), ("vllm", "target/small/draft")):
         (tmp_path / place).mkdir()
         config = json.loads((root / source / "config.json").read_text())

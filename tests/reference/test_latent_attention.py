@@ -71,7 +71,7 @@ def test_decode(sizes, dtype):
 @DTYPES
 @SIZES
 def test_decode_appends_first(sizes, dtype):
-    """Three rows of one slot see each other; one of padding is nowhere."""
+    """Latents are appended before attention: three rows of one slot see each other; a padding row is not stored."""
     case, positions = LatentCase(sizes, [64, 130], dtype), [63, 128, 129, 130, 9]
     rows = make_rows(positions, [0, 1, 1, 1, -1], case.tables)
     latents, q = case.data(5, sizes.q_rank + sizes.kv_rank + sizes.rotated), case.queries(5)

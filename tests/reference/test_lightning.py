@@ -33,7 +33,7 @@ class Case:
         self.states = Data(seed=1)(3, heads, DIM, DIM)
 
     def run(self, first: int, rows: Rows, states: Any, chain: Any = None) -> Any:
-        """Return what the op gives for the rows from `first` on, in whose slots `states` change."""
+        """Return what the op gives for the rows from `first` on; the `states` of their slots change."""
         qkv, ops = self.qkv[first : first + len(rows.positions)].copy(), NumpyOps(self.dtype)
         out = Poisoned(len(qkv), self.mixer.width)
         attend = ops.lightning_prefill if rows.is_prefill else ops.lightning_decode
@@ -41,7 +41,7 @@ class Case:
         return out.written().copy()
 
     def prefill(self, states: Any, borders: tuple[int, ...], slot: int = 1) -> Any:
-        """Return the rows between the borders, chunk after chunk."""
+        """Return the outputs of all rows from the first border to the last, computed in chunks between borders."""
         found = []
         for start, end in zip(borders[:-1], borders[1:], strict=True):
             rows = make_rows(np.arange(start, end), np.full(end - start, slot), np.zeros((3, 8), np.int32), True)
@@ -53,7 +53,7 @@ class Case:
         return np.concatenate([self.run(row, make_rows([row], [slot], tables), states) for row in range(first, last)])
 
     def expected(self, state: Any) -> tuple[Any, Any]:
-        """The outputs of all rows in turn, and the state behind them, in float64."""
+        """Return the outputs of all rows in turn, and the state after them, in float64."""
         heads, out = self.qkv.reshape(len(self.qkv), 3, -1, DIM).astype(np.float64), []
         for position, parts in enumerate(heads):
             q, k, v = parts
@@ -124,7 +124,7 @@ def test_rows_of_other_slots_change_no_bit():
 
 @pytest.mark.parametrize("accepted", [0, 1, 4, 6])
 def test_a_chain_has_the_bits_of_plain_decoding(accepted):
-    """Its rows have them, of which the last is padding, and so has the state behind those that are accepted."""
+    """Rows of a chain, whose last one is padding, and the state after the accepted ones have plain decoding's bits."""
     case, count = Case(DType.BFLOAT16, 3, 7), 6
     plain, verified = case.states.copy(), case.states.copy()
     chain = np.full((8, 2 * case.mixer.width), np.nan, np.float32)

@@ -1,4 +1,4 @@
-"""A lookup beside a draft with layers: which of the two drafts, and that no token changes."""
+"""A lookup beside a draft with layers: which of the two proposes the drafts, and that no token changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def executors(tmp_path_factory):
 
 
 def continued(text):
-    """What followed the last three tokens where they came before most recently, by comparing every place."""
+    """Return what followed the last three tokens at their most recent earlier place, or None if there is none."""
     for end in range(len(text) - 2, 1, -1):
         if text[end - 2 : end + 1] == text[-3:]:
             found = list(text[end + 1 :])
@@ -61,7 +61,7 @@ def test_a_chain_where_three_tokens_came_before_and_else_the_drafts_own_tree(exe
 @pytest.mark.parametrize("draft", NUMBERS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_text_that_repeats_gives_the_tokens_of_plain_decoding_in_long_steps(executors, draft, name):
-    """After a long chain the draft has many tokens to see, and is as good as before."""
+    """Tokens are those of plain decoding, also after long chains, when the draft has many tokens to catch up with."""
     prompt, longest = (5, 9, 7, 4) * 8, 0
     plain = generate(executors(None), prompt, SETTINGS[name], count=60)[0]
     for steps in ((1,), (1, "decode", 0)):
@@ -73,7 +73,7 @@ def test_a_text_that_repeats_gives_the_tokens_of_plain_decoding_in_long_steps(ex
 
 
 def test_a_draft_that_is_the_target_itself_stays_right_after_chains_of_the_lookup(executors):
-    """Where the lookup is wrong, the step after it drafts from positions that the chain has held for a while."""
+    """A draft stays right after a wrong lookup, whose chain has used the positions that the next step drafts for."""
     executor, wrong = executors("itself"), 0
     for seed in range(12):
         prompt = tuple(np.random.default_rng(seed).integers(3, 7, 30).tolist())
@@ -88,7 +88,7 @@ def test_a_draft_that_is_the_target_itself_stays_right_after_chains_of_the_looku
 
 
 def test_the_longest_chain_near_the_end_of_the_context(tmp_path):
-    """No keys are written past the pages: the last tokens are those of plain decoding."""
+    """The last tokens are those of plain decoding: no keys are written past the pages."""
     root, prompt = write_all(tmp_path), (5, 9, 7) * 15
     shapes = (TreeShape(2, 4, 6, 63),)
     with_draft, without = (open_with(root, draft, shapes, max_context=70) for draft in ("vllm", None))

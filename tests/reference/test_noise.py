@@ -11,7 +11,7 @@ from cpmrt.reference.philox import noise_of
 
 
 def share_above(threshold: float) -> float:
-    """Of all 2^32 words, the share whose noise exceeds the threshold: noise falls as the word grows."""
+    """Return the share of all 2^32 words whose noise exceeds the threshold; noise falls as the word grows."""
     low, high = 0, 2**32
     while low < high:
         middle = (low + high) // 2

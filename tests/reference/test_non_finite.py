@@ -35,7 +35,7 @@ def no_warnings():
 
 
 def run(engine: Engine, *requests: Request) -> list[tuple[list[int], Exception | None]]:
-    """The tokens and the error of each request, all of them running together."""
+    """Run all requests together; return the tokens and the error of each."""
     sequences = [engine.add(request) for request in requests]
     found: list[tuple[list[int], Exception | None]] = []
     for seq in sequences:
@@ -86,7 +86,7 @@ def test_a_mask_that_leaves_nothing_is_no_fault_of_the_logits(row, bits, is_mask
 
 
 def poisoned(token: int, **settings: Any) -> Engine:
-    """A model in which one token gives NaN at the position after it."""
+    """Return an engine for a model in which one token's embedding is NaN, and so are the logits after it."""
     executor = make_executor(ModelConfig.from_hf(MINICPM), max_sequences=2, **settings)
     executor.array("embed_tokens")[token] = NAN
     return Engine(executor)
@@ -107,7 +107,7 @@ def test_other_sequences_go_on():
 
 
 class OneTokenAt:
-    """A grammar of any tokens, of which the one at place `place` is `token`."""
+    """A grammar that allows any tokens, but only `token` at place `place`."""
 
     is_complete = False
 
@@ -130,7 +130,7 @@ class OneTokenAt:
 
 
 def without(token: int, **settings: Any) -> Engine:
-    """An executor that gives this token the logit -infinity everywhere."""
+    """Return an engine whose executor gives this token the logit -infinity at every position."""
     executor = make_executor(ModelConfig.from_hf(MINICPM), max_sequences=2, **settings)
     forward = executor._forward
 
@@ -144,7 +144,7 @@ def without(token: int, **settings: Any) -> Engine:
 
 @pytest.mark.parametrize("place", [0, 1, 5])
 def test_a_mask_that_leaves_nothing_ends_its_own_sequence_alone(place):
-    """Its tokens so far are there, and the sequences of the same steps go on."""
+    """The sequence keeps its tokens so far, and the other sequences of its steps go on."""
     banned = 21
     free, other = (Request(prompt, Sampling(), 0, (), 30) for prompt in (PROMPT, OTHER))
     (whole, _), beside = run(without(banned), free, other)

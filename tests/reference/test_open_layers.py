@@ -53,7 +53,7 @@ def norm(x, weight):
 
 
 def turned(heads):
-    """Rotary positions of [T, heads, D]: the halves of a head are real and imaginary parts."""
+    """Apply rotary positions to [T, heads, D]; the halves of a head are real and imaginary parts."""
     half = heads.shape[-1] // 2
     angles = np.arange(len(heads))[:, None] * LLAMA_CONFIG.rope.theta ** (-np.arange(half) / half)
     numbers = (heads[..., :half] + 1j * heads[..., half:]) * np.exp(1j * angles)[:, None]
@@ -61,7 +61,7 @@ def turned(heads):
 
 
 def attended(x, weights):
-    """Attention of a whole text in float64."""
+    """Return the attention layer's output for a whole text in float64."""
     dim, ends = ATTENTION.head_dim, np.cumsum([ATTENTION.q_size, ATTENTION.kv_size])
     q, k, v = (part.reshape(len(x), -1, dim) for part in np.split(x @ weights["qkv"].T, ends, axis=1))
     shared = ATTENTION.num_heads // ATTENTION.num_kv_heads
@@ -73,7 +73,7 @@ def attended(x, weights):
 
 
 def decayed(x, weights):
-    """The weighted sum of all tokens up to each one, without a state that goes from one to the next."""
+    """Return the decaying layer's output as a weighted sum of all tokens up to each one, without a running state."""
     age = np.arange(len(x))[:, None] - np.arange(len(x))
     return np.where(age >= 0, DECAY ** np.maximum(age, 0), 0.0) @ x @ weights["decaying_output"].T
 
@@ -84,7 +84,7 @@ def exact_weights(config):
 
 
 def oracle(config, text):
-    """The logits of a whole text in float64, without caches: [T, V]."""
+    """Return the logits [T, V] of a whole text in float64, without caches."""
     arrays = exact_weights(config)
     x = arrays["embed_tokens"][list(text)]
     for number, layer in enumerate(config.layers):
@@ -118,12 +118,12 @@ def test_the_plan_holds_pages_and_states_side_by_side():
 @pytest.mark.parametrize("chunk", [1, 16, 150])
 def test_prompts_in_chunks(config, chunk):
     executor = make_executor(config, prefill_chunk=chunk, max_context=CONTEXT)
-    for text in TEXTS:  # in the same slot, one after another
+    for text in TEXTS:  # every text in the same slot
         near(np.concatenate(list(executor.prompt_logits(0, text))), oracle(config, text))
 
 
 def test_slots_together_and_again(config):
-    """Three texts at once, then others in the same slots; each from its own state, which begins at zero."""
+    """Texts that run together, and later ones in the same slots, each have their own state, which begins at zero."""
     executor = make_executor(config, max_sequences=3, max_context=CONTEXT)
     for shift in range(3):
         texts = [list(TEXTS[(slot + shift) % 3]) for slot in range(3)]
@@ -156,7 +156,7 @@ CACHED = [0, 0, 128, 128, 128, 0, 128]
 
 
 def answers(config, listener=None, **settings):
-    """Texts one after the other, then all at once; with what was cached of each of the first."""
+    """Ask all texts one by one, then together; return the answers and each prompt's number of cached tokens."""
     executor = make_executor(config, prefill_chunk=33, max_sequences=2, max_context=CONTEXT)
     engine = Engine(executor, listener, **settings)
     found, cached = [], []
@@ -168,7 +168,7 @@ def answers(config, listener=None, **settings):
 
 
 def test_prefixes_are_resumed_where_their_state_was_kept(config, tmp_path):
-    """The second text begins as the first, but ends before the border where that one's state was kept."""
+    """Texts go on from kept states; the second is a prefix of the first that ends before the border of a kept state."""
     text = io.StringIO()
     found, cached = answers(config, StepLog(text))
     assert cached[: len(CHATS)] == CACHED

@@ -89,7 +89,7 @@ def test_gates_of_a_fatrelu(dtype, num_rows):
     NumpyOps(dtype).gate_up(out.view, x, norm, weight, EPS, fatrelu=0.25)
     both = brute_force.linear(brute_force.rms_norm(x, norm, EPS), weight)
     kept = both[:, :72] > 0.25
-    # Rounding the normalised rows may carry a gate over the threshold.
+    # Gates near the threshold are left out: rounding the normalised rows may carry them over it.
     is_sure = np.abs(both[:, :72] - 0.25) > 0.05
     values = out.written()
     assert ((values == 0) == ~kept)[is_sure].all() and 0.1 < kept.mean() < 0.9
@@ -139,7 +139,7 @@ class Qkv:
         NumpyOps(self.dtype).qkv(self.q.view, KVPages(*self.pages), self.x, weights, self.rope, self.rows, EPS)
 
     def expected(self) -> tuple[Any, Any, Any]:
-        """q, k and v: [T, heads, D]."""
+        """Return q, k and v, each [T, heads, D]."""
         x = self.x if self.norm is None else brute_force.rms_norm(self.x, self.norm, EPS)
         projected = brute_force.linear(x, self.weight)
         projected += 0.0 if self.bias is None else self.bias

@@ -33,7 +33,7 @@ RANDOM = np.random.default_rng(17)
 
 
 def packed(layout, module, rows, columns, size=1.0):
-    """Random words, which are eight codes each whatever they are, and scales."""
+    """Return a module's packed tensors: random words, each of which is eight valid codes, and random scales."""
     words = {"gptq": (columns // 8, rows), "marlin": (columns // 16, 2 * rows)}[layout]
     scales = RANDOM.uniform(0.5, 1.5, (columns // 128, rows)) * size * 0.2 * columns**-0.5
     made = {
@@ -106,7 +106,7 @@ def test_gptq_under_vllm_names(tmp_path, target):
 
 
 def test_marlin_under_cpmcu_names_with_fc_in_two_halves(tmp_path, target):
-    """fc.qweight holds the matrix of the embedding and then that of the hidden state, packed apart."""
+    """fc.qweight may hold two matrices that are packed separately: the embedding's, then the hidden state's."""
     matrices = {f"layers.0.{name}": shape for name, shape in layer_matrices(fused=True).items()}
     tensors = norms("input_norm1", "input_norm2", "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
     for module, shape in matrices.items():
@@ -131,7 +131,7 @@ def test_marlin_under_cpmcu_names_with_fc_in_two_halves(tmp_path, target):
 
 @pytest.mark.parametrize("layers", ["gptq", "rounded to 4", "rounded to 8"])
 def test_dspark(tmp_path, layers):
-    """Its layers and fc from a GPTQ checkpoint, or rounded while they are loaded; the Markov head stays in 16 bits."""
+    """A DSpark draft's layers and fc are GPTQ tensors or rounded at loading; its Markov head stays in 16 bits."""
     random = np.random.default_rng(5)
     matrices = {f"layers.0.{name}": shape for name, shape in layer_matrices(fused=False).items()}
     matrices["fc"] = (HIDDEN, 2 * HIDDEN)
@@ -167,7 +167,7 @@ def test_dspark(tmp_path, layers):
 
 
 def rounded(values, bits):
-    """Symmetric codes in groups of 128 columns, the largest of each the outermost code."""
+    """Return values rounded to symmetric codes in groups of 128 columns, whose largest value has the outermost code."""
     largest = 2 ** (bits - 1) - 1
     groups = values.reshape(len(values), -1, 128)
     scales = np.abs(groups).max(axis=2, keepdims=True) / np.float32(largest)
@@ -198,7 +198,7 @@ def drafted_blocks(executor):
 
 
 def test_random_weights_need_a_config_only(tmp_path, target):
-    """A draft that is only timed: as the settings of its config.json describe it."""
+    """With random weights a draft needs nothing but its config.json, whose settings it follows."""
     write_folder(tmp_path / "target", TARGET | SIZES, target)
     write_folder(tmp_path / "draft", DRAFT, {})
     (tmp_path / "draft" / "model.safetensors").unlink()
@@ -215,7 +215,7 @@ def test_random_weights_need_a_config_only(tmp_path, target):
 @pytest.mark.parametrize(("target_bits", "draft_bits"), [(4, 16), (16, 4), (4, 4)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_tokens_are_those_of_plain_decoding(tmp_path, target_bits, draft_bits, dtype):
-    """4-bit or 16-bit drafts before 4-bit or 16-bit targets, random weights: five settings for two prompts."""
+    """Drafts and targets in 4 or 16 bits with random weights give plain decoding's tokens in all settings."""
     executors = []
     for folder, config, bits in (("target", TARGET | SIZES, target_bits), ("draft", DRAFT, draft_bits)):
         (tmp_path / folder).mkdir()

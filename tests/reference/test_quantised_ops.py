@@ -25,7 +25,7 @@ def random_weight(
 
 
 def brute_force(weight: QuantizedWeight) -> Array:
-    """float64 [N, K] in the order of the model, element by element of the definition."""
+    """Return the weight as float64 [N, K], columns in the model's order, element by element by the definition."""
     n, k = weight.shape
     out = np.empty((n, k))
     for row in range(n):
@@ -73,7 +73,7 @@ def test_a_row_does_not_depend_on_the_others(rows: int) -> None:
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_op_takes_one(dtype: DType, bits: int) -> None:
-    """The same bits as with the matrix of the same float32 elements."""
+    """Every op gives the same bits with a quantised weight as with the matrix of the same float32 elements."""
     ops, random = NumpyOps(dtype), np.random.default_rng(3)
     width, heads, kv_heads, head_dim, inner, vocab, rows = 64, 2, 1, 32, 64, 40, 3
 

@@ -19,7 +19,7 @@ ASKED = SamplingParams(max_new_tokens=100, temperature=0.8, seed=3, ignore_eos=T
 
 
 def opened(folder: Path, prefix_cache: bool | str = True) -> LLM:
-    """A model whose executor claims to compute prompts fast."""
+    """Return a model whose executor claims to be one for which answers are computed again as prompts."""
     llm = LLM(folder, executor="reference", max_context=1024, max_sequences=2, prefix_cache=prefix_cache)
     llm.engine.limits = replace(llm.engine.limits, remakes_answers=True)
     return llm
@@ -37,7 +37,7 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def steps_of(llm: LLM) -> list[object]:
-    """A list to which every step from now on is added."""
+    """Return a list to which every step from now on is appended."""
     steps: list[object] = []
     llm.engine.listener = lambda step, result: steps.append(step)
     return steps
@@ -85,7 +85,7 @@ def test_a_thread_that_serves_computes_answers_again_between_jobs(llm: LLM) -> N
     others = [[*prompt, 1] for prompt in prompts]
     texts = []
     for prompt, other, tokens in zip(prompts, others, expected, strict=True):
-        for asked in (prompt, other):  # each may come while the answer before it is computed again
+        for asked in (prompt, other):  # it may arrive while an earlier answer is being computed again
             (job,) = llm.maker.choices(asked, ASKED)
             shared.submit([job], ends)
             inbox.put(WORK)
@@ -104,7 +104,7 @@ def test_a_thread_that_serves_computes_answers_again_between_jobs(llm: LLM) -> N
 
 
 def test_a_request_that_comes_while_an_answer_becomes_a_job_is_not_lost(llm: LLM) -> None:
-    """Another thread carries it out in between, as a server's event loop does."""
+    """A request is carried out if it is submitted between making the job and running it, as a server's loop may do."""
     llm.generate(list(range(1, 80)), ASKED)
     shared, make, inbox = llm.shared, llm.engine.sequence, EndsInbox()
     came = llm.maker.only_choice(list(range(9)), replace(ASKED, max_new_tokens=3))

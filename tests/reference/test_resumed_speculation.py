@@ -32,7 +32,7 @@ REQUESTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def short_loops():
-    """Loops of 24 tokens count."""
+    """A setting in which repetitions of 24 tokens already count as loops."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops, "LEAST_TOKENS", 24)
         yield
@@ -44,7 +44,7 @@ def root(tmp_path_factory):
 
 
 def answers(root, draft, prefix_cache):
-    """The tokens, log-probabilities and end of each request, one after the other."""
+    """Run the requests one after the other; return the tokens, log-probabilities and finish reason of each by name."""
     settings = {}
     if draft is not None:
         method, shape = DRAFTS[draft]

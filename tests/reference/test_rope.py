@@ -15,7 +15,7 @@ from cpmrt.models import rope
 
 ROWS = json.loads((GOLDEN / "rope.json").read_text())["rows"]
 FLOAT32_ROUNDING = 2e-6
-"""transformers computes the frequencies in float32: a power, a product and a quotient."""
+"""Tolerance for transformers' frequencies, computed in float32 by a power, a product and a quotient."""
 
 
 def scaled(**scaling):
@@ -101,7 +101,7 @@ def test_the_outer_original_range_wins_as_in_transformers():
 
 
 def test_rope_scaling_over_rope_parameters_extends_a_newer_checkpoint():
-    """As an override of its config.json would: the scaling counts, and the checkpoint's theta stays."""
+    """`rope_scaling` beside `rope_parameters`, as an override gives it, decides the scaling; the theta stays."""
     parameters = {"rope_type": "default", "rope_theta": 5e6}
     scaling = {"rope_type": "linear", "factor": 4.0}
     config = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
@@ -125,7 +125,7 @@ def test_longrope_changes_lists_right_after_the_original_range():
 
 
 def test_longrope_by_length_rotates_each_position_by_the_list_of_its_length():
-    """As transformers does while it decodes: the frequencies of a step are those of the text's length then."""
+    """Each position is rotated by the list for a text that ends there, as transformers does while it decodes."""
     lists = {"type": "longrope", "original_max_position_embeddings": 1024, **_LISTS}
     by_length, by_context = scaled(**lists, list_by="length"), scaled(**lists)
     table = rope_table(by_length, 8192, 8192)
@@ -179,7 +179,7 @@ def test_the_attention_factor_scales_cos_and_sin():
 
 
 def test_minicpm4_8b(shared_data):
-    """Released as LongRoPE with one list and its original range: a fixed divisor for each frequency, factor 1."""
+    """MiniCPM4-8B's LongRoPE has one list and its original range: a fixed divisor per frequency, and factor 1."""
     text = json.loads((shared_data / "minicpm4_8b_config.json").read_text())
     config = ModelConfig.from_hf(text)
     for limit in (1, 32768):

@@ -108,7 +108,7 @@ def test_decode_attention(head_dim):
 @pytest.mark.parametrize("base", [LLAMA, MINICPM], ids=["llama", "minicpm"])
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=lambda dtype: dtype.label)
 def test_sequences_decode_together_as_each_does_alone(base, dtype):
-    """Bit for bit: log-probabilities are compared exactly."""
+    """Sequences that decode together have, to the bit, the log-probabilities that each has alone."""
     config = ModelConfig.from_hf(base | {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8})
     random = np.random.default_rng(1)
     prompts = [tuple(random.integers(0, 96, count).tolist()) for count in (3, 64, 65, 20, 1, 50, 7, 31, 90)]

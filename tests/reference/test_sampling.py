@@ -89,7 +89,7 @@ def test_only_survivors_are_drawn():
 
 
 def kept_by_definition(logits, params):
-    """Each filter from its sentence, in float64, one token at a time; a set of token ids and a set of near calls."""
+    """Return the token ids that the filters keep by their definitions, in float64, and those close to a threshold."""
     kept, close = set(range(len(logits))), set()
     if 0 < params.top_k < len(logits):
         kept = {i for i in kept if sum(logits[j] > logits[i] for j in kept) < params.top_k}

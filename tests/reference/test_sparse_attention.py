@@ -48,7 +48,7 @@ class Context:
         return KVPages(self.k_pages, self.v_pages, CompressedKeys(self.k1, self.k2))
 
     def set_keys(self, keys: Any) -> None:
-        """keys [tokens, D], alike for every KV head."""
+        """Store keys [tokens, D], the same for every KV head, and compress them."""
         for position, key in enumerate(keys):
             self.k_pages[self.tables[0, position // PAGE], :, position % PAGE] = key
         self.compress()
@@ -69,7 +69,7 @@ class Context:
         return gather(self.k_pages, self.tables[0], count)
 
     def scores(self, q_row: Any, head: int, position: int) -> list[float]:
-        """By brute force, of compressed keys as the storage type holds them."""
+        """Return the blocks' scores by brute force, from compressed keys rounded to the storage type."""
         keys = self.keys(head, position)
         k1, k2 = (
             [round_to(mean.astype(np.float32), self.dtype) for mean in brute.windows(keys, size, stride)]
@@ -105,7 +105,7 @@ def test_compressed_keys_are_means_of_the_complete_windows_and_nothing_else(leng
     ids=["16", "8", "4", "1"],
 )
 def test_every_offset_within_a_block(group, config):
-    """Also at positions that leave nothing out: those rows' lists stay as they are."""
+    """Choices are right at every offset in a block; rows that leave nothing out keep their lists as they were."""
     context = Context(1024, group=group)
     positions = np.concatenate([np.arange(256, 320, 3), np.arange(577, 641), np.arange(960, 1024, 9)])
     q = context.queries(len(positions))
@@ -134,7 +134,7 @@ def test_storage_types(dtype):
 @pytest.mark.parametrize("num_tokens", [319, 320, 321, 384, 385, 448, 449])
 @pytest.mark.parametrize("dense_len", [-1, 0, 385, 386])
 def test_the_switch_is_at_dense_len_and_at_more_blocks_than_may_be_chosen(dense_len, num_tokens):
-    """Four blocks more than 5 * 64 = 320 tokens hold."""
+    """Blocks are chosen from `dense_len` tokens on, and only beyond the 320 tokens that five blocks hold."""
     config = SparseConfig(1, 128, 3, dense_len)
     context = Context(num_tokens)
     written = (context.select(context.queries(1), [num_tokens - 1], config) != UNWRITTEN).all()
@@ -211,7 +211,9 @@ def test_a_choice_is_the_same_bits_in_any_company(size):
 
 @pytest.mark.parametrize("config", [SMALL, SparseConfig(2, 128, 5, -1)], ids=str)
 def test_only_the_fine_keys_of_blocks_that_compete_are_read(config):
-    """Entry 4 b + 4 of the last block before the local ones ends 49 tokens or more before the row's own block: no fine
+    """Only fine keys of blocks that compete are read, and none of them can depend on a drafted path.
+
+    Entry 4 b + 4 of the last block before the local ones ends 49 tokens or more before the row's own block: no fine
     window that ends within a drafted path (at most 33 tokens) can decide."""
     context, positions = Context(960), np.arange(640, 704)
     q = context.queries(len(positions))
@@ -284,7 +286,7 @@ class Tree:
         self.masks = np.array([sum(1 << i for i in path) for path in self.paths], np.uint64)
         self.positions = np.array([base + len(path) - 1 for path in self.paths])
         self.q = self.plain.queries(count)
-        # The tree's slot: what the plain one holds, with no window compressed that ends in the tree.
+        # The tree's slot holds what the plain one does, but no compressed key of a window that ends in the tree.
         tree = self.tree = Context(base + count, seed=seed)
         tree.length = base
         tree.compress()
@@ -294,7 +296,7 @@ class Tree:
         )
 
     def path_context(self, node: int) -> Context:
-        """The path's keys and values moved to their positions, and compressed there."""
+        """Return a plain slot in which the path's keys and values are moved to their positions and compressed."""
         context, path = self.plain, self.paths[node]
         moved = Context(self.base + len(path), seed=1)
         moved.tables, moved.length = context.tables, self.base + len(path)
@@ -312,7 +314,7 @@ class Tree:
 @examples(25)
 @given(base=st.integers(330, 460), parents=st.lists(st.integers(0, 100), max_size=40), wide=st.booleans())
 def test_a_row_of_a_tree_chooses_and_attends_as_the_plain_row_of_its_path(base, parents, wide):
-    """Bit for bit, also where windows of both kinds end within its path."""
+    """A tree's row has the bits of the plain row of its path, also where windows of both kinds end in the path."""
     parents = [0, *(parent % (node + 1) if wide else node for node, parent in enumerate(parents))]
     tree = Tree(base, parents)
     blocks = np.full((len(parents), 2, SMALL.num_selected), UNWRITTEN, np.int32)
@@ -333,13 +335,13 @@ def test_a_row_of_a_tree_chooses_and_attends_as_the_plain_row_of_its_path(base, 
 
 @pytest.mark.parametrize("use_nope", [False, True])
 def test_an_accepted_path_is_compressed_where_it_moves(use_nope):
-    """Every second node of a tree, over the ends of windows of both kinds."""
+    """An accepted path of every second node is compressed at its final positions, over ends of both windows."""
     tree = Tree(440, [0, *range(0, 19)])
     for node in range(1, 20, 2):
         tree.paths[node] = [*range(0, node, 2), node]
     path, context = tree.paths[19], tree.tree
     moved = tree.path_context(19)
-    # With NoPE the keys before RoPE are compressed; others stand in for those after it.
+    # With NoPE the keys before RoPE are compressed, so arbitrary others stand in for those after RoPE.
     keys, others = context.k_pages, context.v_pages.copy()
     caches = [others, context.v_pages, keys] if use_nope else [keys, context.v_pages]
     pages = KVPages(caches[0], caches[1], CompressedKeys(context.k1, context.k2, keys if use_nope else None))
@@ -352,7 +354,7 @@ def test_an_accepted_path_is_compressed_where_it_moves(use_nope):
 
 
 def test_the_coarse_window_that_ends_in_the_path_counts():
-    """Chains over the end of a block: leaving that window out would change some node's choice."""
+    """In chains over the end of a block the coarse window that ends there counts: without it some choices differ."""
     differs = False
     for seed in range(4):
         tree = Tree(440, list(range(-1, 12)), seed)

@@ -45,7 +45,7 @@ def test_logits(name, chunk):
 
 @NAMES
 def test_greedy_tokens(name):
-    """Prefill, then decoding over the end of a block and of windows of both kinds."""
+    """Greedy tokens are the stored ones, through prefill and decoding over ends of a block and of both windows."""
     prompt, expected = tuple(golden(name)["prompt_ids"].tolist()), golden(name)["greedy_ids"].tolist()
     engine = Engine(executor_for(name, prefill_chunk=64))
     sequence = engine.add(Request(prompt, Sampling(), seed=0, stop_token_ids=(), max_new_tokens=24))
@@ -54,7 +54,7 @@ def test_greedy_tokens(name):
 
 @NAMES
 def test_dense_attention_is_another_model(name):
-    """The comparison can fail; and `sparse="off"` does what it says."""
+    """With `sparse="off"` the logits of late positions are far outside the tolerance."""
     logits = logits_of(executor_for(name, "off", prefill_chunk=64), tokens(name))[golden(name)["positions"]]
     late = golden(name)["positions"] > 400
     assert relative(logits[late], golden(name)["logits"][late]) > 100 * TOLERANCE
@@ -68,7 +68,7 @@ def test_scores_before_rope_choose_otherwise():
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16], ids=lambda dtype: dtype.label)
 def test_narrow_storage_stays_close(dtype):
-    """Some choices differ by rounding: what they exchange is of almost equal score."""
+    """In 16 bits logits stay close, though rounding changes choices between blocks of almost equal score."""
     logits = logits_of(executor_for("group4", dtype=dtype, prefill_chunk=64), tokens("group4"))
     error = relative(logits[golden("group4")["positions"]], golden("group4")["logits"])
     assert 1e-5 < error < {DType.FLOAT16: 2e-2, DType.BFLOAT16: 1e-1}[dtype]

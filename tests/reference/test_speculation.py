@@ -24,7 +24,7 @@ CHAINS = (TreeShape.chain(4), TreeShape.chain(1), TreeShape(3, 1, 3))
 
 
 def inner(method, shape, name=None, **wishes):
-    """The draft of a small model; `name`: as in DRAFTS, whose folders stand side by side."""
+    """Return the setting of a small model's own draft; `name` is a folder of `write_all` beside the small model's."""
     return {"inner": InnerDraft(name and f"../{name}", SpeculationConfig(method, (shape,), **wishes))}
 
 
@@ -71,7 +71,7 @@ def root(tmp_path_factory):
 
 
 def open_with(root, draft=None, shapes=None, sparse="auto", **settings):
-    """An executor with one of DRAFTS (None: with none)."""
+    """Return a reference executor of the target with one of DRAFTS (None: without a draft)."""
     engine = {"executor": "reference", "prefill_chunk": 16, "max_context": 256, "memory_budget": 1 << 30} | settings
     if draft is not None:
         name, wishes = DRAFTS[draft]
@@ -85,7 +85,7 @@ def open_with(root, draft=None, shapes=None, sparse="auto", **settings):
 
 @pytest.fixture(scope="module")
 def plain(root):
-    """What plain decoding gives, by prompt and settings."""
+    """A function that returns what plain decoding gives for a prompt and settings."""
     executor = open_with(root)
 
     @cache
@@ -97,7 +97,7 @@ def plain(root):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_tokens_and_logprobs_are_those_of_plain_decoding(root, plain, draft):
-    """Over 200 prompts and settings over all drafts."""
+    """Tokens and logprobs are those of plain decoding in over 200 pairs of prompts and settings over all drafts."""
     executor = open_with(root, draft)
     num_shapes, accepted, case = len(executor.limits.tree_shapes), [], 0
     for prompt in PROMPTS[3:] if "head" in draft or "with" in draft else PROMPTS:
@@ -139,7 +139,7 @@ def executors(root):
 
 
 def test_a_draft_that_is_the_target_itself_is_always_right(root, plain):
-    """Every drafted token is accepted: the draft's pages and positions are those of the target."""
+    """Every drafted token is accepted, as the draft's pages and positions are those of the target."""
     executor = open_with(root, "itself")
     for prompt in PROMPTS:
         found, lengths = generate(executor, prompt, SETTINGS["greedy"], (0,), count=11)
@@ -148,9 +148,8 @@ def test_a_draft_that_is_the_target_itself_is_always_right(root, plain):
 
 
 def test_lookup_finds_a_text_that_repeats(root):
-    """With a bias that keeps the target in a cycle it accepts whole chains."""
+    """Whole chains of a lookup are accepted where the target repeats itself."""
     executor, period = open_with(root, "lookup"), (5, 9, 7)
-    # The penalty for tokens that were not seen yet leaves only what the prompt has.
     found, _ = generate(open_with(root), period * 8, SETTINGS["greedy"], count=60)
     again, lengths = generate(executor, period * 8, SETTINGS["greedy"], (0,), count=60)
     assert again == found
@@ -159,7 +158,7 @@ def test_lookup_finds_a_text_that_repeats(root):
 
 @pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "itself", "lookup"])
 def test_a_stop_token_inside_a_path_ends_the_sequence(root, plain, draft):
-    """Nothing comes after it, however much of the path was right; steps after it give nothing."""
+    """No token follows a stop token, however much of the path was right, and later steps give nothing."""
     executor, prompt = open_with(root, draft), PROMPTS[2]
     tokens = plain(prompt, "greedy")[0]
     for stop in dict.fromkeys(tokens):
@@ -181,7 +180,7 @@ def test_no_token_beyond_the_limit(root, plain, draft, count):
 @pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "itself", "lookup"])
 @pytest.mark.parametrize("max_context", [64, 70])
 def test_up_to_the_last_position_of_the_context(root, draft, max_context):
-    """No keys are written past the pages of the slot: its neighbour's text stays what it was."""
+    """No keys are written past a slot's pages: its neighbour's tokens are those without a draft."""
     settings = {"max_context": max_context, "max_sequences": 2}
     with_draft, without = open_with(root, draft, **settings), open_with(root, **settings)
     prompt, other = (PROMPTS[4] * 2)[: max_context - 20], PROMPTS[2]
@@ -192,7 +191,7 @@ def test_up_to_the_last_position_of_the_context(root, draft, max_context):
 
 
 def test_a_short_block_table_bounds_the_tree(root, plain):
-    """Tables name only the pages that a request needs; a tree past them is cut, not written elsewhere."""
+    """A tree that reaches past the pages of a short block table is cut, not written elsewhere."""
     executor = open_with(root, "vllm", max_sequences=2)
     prompt = PROMPTS[3]
     neighbour = [prefill(executor, 1, PROMPTS[4], SETTINGS["greedy"], table=(1, 2))]
@@ -213,7 +212,7 @@ def test_a_prompt_whose_beginning_is_in_the_pages(root, plain, draft):
 
 @pytest.mark.parametrize("draft", ["vllm", "eagle3", "dspark", "itself"])
 def test_many_plain_steps_between(root, draft):
-    """More tokens wait for the draft than it keeps states of; afterwards it is as good as it was."""
+    """A draft is as good as before after more plain tokens than it keeps hidden states of."""
     executor, prompt, greedy = open_with(root, draft), PROMPTS[1], SETTINGS["greedy"]
     expected = generate(open_with(root), prompt, greedy, count=200)[0][0]
     for num_plain in (64, 130):
@@ -244,7 +243,7 @@ def test_two_slots_are_drafted_for_in_turn(root, plain, draft):
 @pytest.mark.parametrize("draft", ["vllm", "eagle3 or lookup", "model", "lookup"])
 @pytest.mark.parametrize("count", [2, 8])
 def test_several_sequences_in_a_step_get_what_they_get_alone(root, draft, kv_dtype, count):
-    """Each with settings of its own; those that end sooner give nothing from then on, and the others go on."""
+    """Each sequence has settings of its own and gets what it gets alone; others go on when one ends."""
     executor = open_with(root, draft, max_sequences=count, kv_dtype=kv_dtype)
     alone = open_with(root, kv_dtype=kv_dtype)
     cases = [(PROMPTS[1 + slot % 4], list(SETTINGS.values())[slot % 5], 8 + 2 * slot) for slot in range(count)]
@@ -256,7 +255,7 @@ def test_several_sequences_in_a_step_get_what_they_get_alone(root, draft, kv_dty
 
 
 def test_the_largest_trees(root, plain):
-    """64 nodes, 64 drafted rows behind the text, 32 candidates a row."""
+    """Trees of the largest sizes change no token: 64 nodes, 64 drafted rows behind the text, 32 candidates a row."""
     shapes = (TreeShape(9, 8, 64), TreeShape(32, 2, 64), TreeShape(2, 16, 64))
     executor = open_with(root, "eagle3", shapes=shapes)
     for prompt in PROMPTS[1::2]:
@@ -267,7 +266,7 @@ def test_the_largest_trees(root, plain):
 
 @pytest.mark.parametrize("use_nope", [False, True])
 def test_a_target_with_sparse_attention(root, use_nope):
-    """Windows of compressed keys that end within an accepted path are those of plain decoding too."""
+    """Compressed keys of windows that end within an accepted path are those of plain decoding too."""
     sparse = {"topk": 3, "window_size": 64, "init_blocks": 1, "dense_len": -1, "use_nope": use_nope}
     prompt = tuple(np.random.default_rng(8).integers(3, VOCAB, 350).tolist())
     settings, count = {"max_context": 512, "prefill_chunk": 128, "sparse": sparse}, 52

@@ -22,7 +22,7 @@ BASES = [0, 1, 30, 63, 64, 65, 127]
 
 
 def random_tree(rng: Any, num_nodes: int) -> list[int]:
-    """The mask of every node; node 0 is the root, parents come first."""
+    """Return the masks of a random tree's nodes; node 0 is the root, parents come first."""
     masks = [1]
     for node in range(1, num_nodes):
         masks.append(masks[int(rng.integers(0, node))] | 1 << node)
@@ -36,7 +36,7 @@ def tree_rows(masks: list[int], base: int, slot: int, tables: Any) -> Rows:
 
 
 def path_of(mask: int, base: int) -> list[int]:
-    """The locations that a row sees, in the order of its path."""
+    """Return the locations that a row sees, in the order of its path."""
     return [*range(base), *(base + bit for bit in range(64) if mask >> bit & 1)]
 
 
@@ -47,7 +47,7 @@ def attend(q: Any, pages: Any, rows: Rows, window: int = 0, dtype: DType = DType
 
 
 def alone(q: Any, pages: Any, table: Any, places: list[int], window: int = 0, dtype: DType = DType.FLOAT32) -> Any:
-    """The row as a plain one over a copy of the keys of its path, one after the other."""
+    """Return attention of the row as a plain one, over a copy of its path's keys and values at successive positions."""
     copies = [np.full_like(page, np.nan) for page in pages]
     for copy, page in zip(copies, pages, strict=True):
         for position, place in enumerate(places):
@@ -76,7 +76,7 @@ def test_a_tree_against_brute_force_and_bitwise_against_its_paths(base: int, win
 @examples(30)
 @given(st.data())
 def test_any_mix_of_tree_and_plain_rows(drawn: Any) -> None:
-    """A plain row among those of trees has one bit, and its position as its base."""
+    """Any mix of rows is right; a plain row among those of trees has a mask of one bit and its position as base."""
     data = Data(seed=drawn.draw(st.integers(0, 2**32 - 1)))
     bases = drawn.draw(st.lists(st.integers(0, 130), min_size=1, max_size=3))
     tables, parts = data.tables(len(bases), 4), []
@@ -123,6 +123,6 @@ def test_a_window_in_prefill(window: int, start: int, count: int) -> None:
     NumpyOps(DType.FLOAT32).prefill_attention(out, q, KVPages(*pages), rows, SCALE, window)
     seen = [range(max(position - window + 1, 0), position + 1) for position in positions[first:]]
     if count == first:
-        return  # only the row before the sequence
+        return  # the only row is the one before the sequence
     operands = q[first:], *pages, positions[first:], slots[first:], tables, SCALE, seen
     np.testing.assert_allclose(out[first:], brute_force.attention(*operands), rtol=1e-4, atol=1e-5)

@@ -39,7 +39,7 @@ MINICPM: dict[str, Any] = LLAMA | {
 
 
 def _uniform(name: str, shape: tuple[int, ...], seed: int) -> F32:
-    """Values in (-1, 1): word i % 4 of the Philox counter (i // 4, crc32 of the name, 0, 0) under the key `seed`."""
+    """Return values in [-1, 1) from Philox words: i is word i % 4 of counter (i // 4, crc32 of the name, 0, 0)."""
     count = int(np.prod(shape))
     counters = np.zeros((-(-count // 4), 4), np.uint32)
     counters[:, 0] = np.arange(len(counters))
@@ -50,7 +50,10 @@ def _uniform(name: str, shape: tuple[int, ...], seed: int) -> F32:
 
 
 def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, F32]:
-    """Packed weights by name. Matrices keep the variance of what they multiply; norms lie around 1, biases around 0."""
+    """Return packed weights by name.
+
+    Matrices keep the variance of what they multiply; norms lie around 1, biases around 0.
+    """
     weights = {}
     for spec in specs:
         values = _uniform(spec.name, spec.shape, seed)
@@ -65,7 +68,7 @@ def random_weights(specs: Iterable[TensorSpec], seed: int) -> dict[str, F32]:
 
 
 def unpacked(specs: Iterable[TensorSpec], weights: Mapping[str, F32]) -> dict[str, F32]:
-    """The tensors of the checkpoint that packs to `weights`, by Hugging Face name."""
+    """Return the tensors, by Hugging Face name, of the checkpoint that packs to `weights`."""
     tensors = {}
     for spec in specs:
         start = 0
@@ -76,7 +79,7 @@ def unpacked(specs: Iterable[TensorSpec], weights: Mapping[str, F32]) -> dict[st
 
 
 def loader(weights: Mapping[str, F32], dtype: DType) -> Callable[[Mapping[str, F32]], None]:
-    """What `ReferenceExecutor` calls to fill its arrays, rounded to `dtype`."""
+    """Return the function that `ReferenceExecutor` calls to fill its arrays with `weights`, rounded to `dtype`."""
 
     def load(arrays: Mapping[str, F32]) -> None:
         assert arrays.keys() == weights.keys()
@@ -96,7 +99,7 @@ def make_executor(
     prefill_chunk: int = 16,
     max_sequences: int = 1,
 ) -> ReferenceExecutor:
-    """A reference executor of `weights`, or of random ones."""
+    """Return a reference executor with these weights, or with random ones."""
     if weights is None:
         weights = random_weights(tensor_specs(config), seed)
     engine = EngineConfig(prefill_chunk=prefill_chunk, max_sequences=max_sequences, max_context=max_context)

@@ -1,4 +1,5 @@
-"""One server of the bundled model for a module, and one of a model that says what a test wants."""
+"""Fixtures of the server tests: a server of the bundled model, one whose model says what a test asks for, a
+certificate."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cpmrt import LLM
 
 @pytest.fixture(scope="session")
 def demo():
-    """The bundled model, four sequences of 512 tokens at a time."""
+    """A server of the bundled model for four sequences of 512 tokens at a time."""
     with serving(
         lambda: LLM(executor="reference", max_sequences=4, max_context=512, prefill_chunk=64), max_queue=12
     ) as server:
@@ -25,7 +26,8 @@ def demo():
 
 @pytest.fixture(scope="session")
 def says(tmp_path_factory):
-    """Answers with what stands between `say(` and `)yas` in the prompt, else with the prompt itself."""
+    """A server whose model answers with the text between `say(` and `)yas` in the prompt, or else with the whole
+    prompt."""
 
     def reply(prompt: str) -> str:
         return prompt.rpartition("say(")[2].partition(")yas")[0] if "say(" in prompt else prompt
@@ -37,7 +39,7 @@ def says(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory):
-    """PEM files of a certificate for 127.0.0.1 and of its key."""
+    """The PEM files of a certificate for 127.0.0.1 and of its key."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs the openssl program")

@@ -1,4 +1,5 @@
-"""A hook of schemathesis, which makes bodies consistent where JSON Schema has no words for what is wanted of them.
+"""A hook of schemathesis that makes request bodies consistent where JSON Schema cannot express what the server
+requires.
 
 Those are comparisons of two fields, texts in a language of their own (JSON in strings, regular expressions, grammars,
 schemas), what must follow in an array, and sums. Everything else is for the document of the server to say.
@@ -43,7 +44,7 @@ def make_consistent(body):
 
 
 def bound_answers(body):
-    """`best_of` is at least `n` and not streamed, and there are not more answers than the server takes at a time."""
+    """Make `best_of` at least `n` and not streamed, and the answers no more than the server takes at a time."""
     prompts = body.get("prompt")
     num_prompts = len(prompts) if isinstance(prompts, list) else 1
     if max(number(body.get("n")), number(body.get("best_of"))) * num_prompts > MOST_ANSWERS:

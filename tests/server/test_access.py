@@ -1,4 +1,4 @@
-"""Who may use a server and how: several keys, names of the model, origins of pages, HTTPS."""
+"""Access to a server: several keys, names of the model, origins of pages, HTTPS."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def test_a_key_of_a_file_that_no_header_can_carry_is_refused_by_its_line(key, tm
 
 @pytest.mark.parametrize("key", ["", " "])
 def test_a_key_that_is_empty_is_refused(key, capsys):
-    """Such as that of a variable which is not set: it would let everybody in."""
+    """An empty key, as an unset variable gives, is refused, since it would let everybody in."""
     assert main(["serve", "/no/model", "--port", "0", "--api-key", key]) == 1
     assert "--api-key is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["", " "])
 def test_no_server_takes_a_key_that_is_none(key):
-    """Whoever starts it: Ray Serve's settings do not come from the command line."""
+    """Empty keys are refused however a server is started, as Ray Serve's settings do not come from the command line."""
     with pytest.raises(ConfigError, match="an API key is empty"):
         ApiKeys(["sesame", key])
 
@@ -161,7 +161,8 @@ def test_a_name_that_is_empty_is_refused(option, name, capsys):
 
 @pytest.mark.parametrize("name", ["a.org:8000", "ab:80", "https://a.org", "a.org/x", "*.a.org", "[::1]:80", "[::1"])
 def test_a_host_that_no_request_can_mean_is_refused(name, capsys):
-    """A header is compared without its port, and letter by letter."""
+    """An allowed host that no request can match is refused, as a Host header is compared without port, letter by
+    letter."""
     assert main(["serve", "/no/model", "--port", "0", "--allowed-host", name]) == 2
     assert f"--allowed-host: expected a name or an address alone, got {name!r}" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Answers under a form, over HTTP: every way to ask for one, what is refused, and the clients that people use."""
+"""Answers under a form, over HTTP: every way to ask for one, refused forms, and common clients."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def test_a_form_that_cannot_be_had_is_refused(demo, fields, param):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_form_that_becomes_too_complex_is_the_requests_fault(demo, stream):
-    """Repeats of repeats compile; that the answer cannot go on is found out within it. The next request is answered."""
+    """A form found too complex only in the middle of the answer is the request's fault, and the next request is
+    answered."""
     regex = "a" + "(" * 50 + "a" + "{1,50})" * 50
     answer = demo.client.post("/v1/completions", json={"prompt": "x", "guided_regex": regex, "stream": stream})
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
@@ -134,7 +135,7 @@ def test_a_form_that_becomes_too_complex_is_the_requests_fault(demo, stream):
     ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "api_error"),
 ])  # fmt: skip
 def test_masks_that_come_too_late_are_the_servers_fault(demo, monkeypatch, path, ask, kind, stream):
-    """Also in the middle of a stream, whose status is 200 by then."""
+    """Late masks are reported as the server's fault, also in the middle of a stream, whose status is 200 by then."""
     num_asked, allowed = [], AnswerMatcher.allowed
 
     def late(matcher):
@@ -156,7 +157,7 @@ def test_masks_that_come_too_late_are_the_servers_fault(demo, monkeypatch, path,
 
 @pytest.mark.all
 def test_slow_forms_hold_nobody_up(demo):
-    """A schema that takes long to compile gets its 400, and another answer comes meanwhile."""
+    """While a schema that takes long to compile is refused with a 400, other requests are answered."""
     from concurrent.futures import ThreadPoolExecutor
     from time import perf_counter
 

@@ -34,7 +34,7 @@ def saying(text, **fields):
 
 
 def shown(client, **fields):
-    """The prompt, which the model repeats."""
+    """Return the rendered prompt, which the model repeats as its answer."""
     (block,) = client.messages.create(**{"model": "says", "max_tokens": 500} | fields).content
     return block.text
 

@@ -1,4 +1,4 @@
-"""Clients that people use, each with what they do most: a plain answer, a stream, a tool call, an error, the usage.
+"""Common clients, each with its main uses: a plain answer, a stream, a tool call, an error, the usage.
 
 They are no dependencies of the project; each skips where it is missing. `tests/deploy/test_litellm.py` has LiteLLM.
 """
@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Calls the tool that it is offered, answers once there is a result, and refuses what is too hot."""
+    """A server whose model calls the tool it is offered, and answers once there is a result."""
 
     def reply(prompt: str) -> str:
         return CALL if "[tools]" in prompt and "[tool]" not in prompt else ANSWER
@@ -163,7 +163,7 @@ const tools = [{ type: 'function', function: { name: 'weather', parameters: { ty
 
 
 def run_node(script, *arguments, packages):
-    """What a script of node writes; skips where it or the packages are missing."""
+    """Run a script with node and return the JSON it prints; skip if node or the packages are missing."""
     node = shutil.which("node")
     required = ";".join(f"require('{name}')" for name in packages)
     if node is None or subprocess.run([node, "-e", required], capture_output=True).returncode:

@@ -1,4 +1,4 @@
-"""How many connections there are, who makes room for whom, and clients that vanish."""
+"""The limit on connections: the idle ones that make room for new ones, and clients that vanish."""
 
 from __future__ import annotations
 

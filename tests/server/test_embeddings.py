@@ -59,7 +59,8 @@ def test_token_ids_and_their_text_are_alike(client, llm):
 
 
 def test_more_texts_than_slots_beside_a_stream(demo, client):
-    """All slots are in use or wanted; every vector is that got alone, and the stream goes on."""
+    """More texts than slots beside another answer: every vector equals the one got alone, and the answer is
+    complete."""
     alone = {text: embed(client, input=text).data[0].embedding for text in TEXTS}
     found = []
     stream = threading.Thread(target=lambda: found.append(demo.client.post("/v1/completions", json={

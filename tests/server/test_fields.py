@@ -1,4 +1,4 @@
-"""Which fields of a request are used, accepted without effect, or refused by name."""
+"""Fields of requests: those used, those accepted without effect, and those refused by name."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_other_endpoints_refuse_what_they_have_by_another_name(says, path, body,
 
 
 def test_responses_take_the_forms_of_chats(says):
-    """That this executor has none is what it says to a form that was read."""
+    """/v1/responses reads a form as chats do, shown by this executor's error that it takes no schemas."""
     answer = says.client.post("/v1/responses", json={"input": "x", "guided_regex": "[a-c]{2}"})
     assert answer.status_code == 400 and "takes no schemas" in answer.json()["error"]["message"], answer.text
 
@@ -181,7 +181,7 @@ def test_infill_drops_neither_of_two_names_that_contradict(says, fields):
 
 @pytest.mark.parametrize("others", [{"max_tokens": None}, {"max_tokens": "x"}], ids=json.dumps)
 def test_a_field_of_infill_that_is_null_hides_no_other(says, others):
-    """The wrong value is heard of, whichever of the names it has."""
+    """A wrong value of a field is reported even if the field's other name is null."""
     fields = {"n_predict": "x"} | others
     error = says.client.post("/infill", json={"input_prefix": "x"} | fields).json()["error"]
     assert error["param"] == "n_predict" and error["message"].startswith("n_predict: expected ")

@@ -21,7 +21,7 @@ TESTS = Path(__file__).resolve().parents[1]
 SECONDS = float(os.environ.get("CPMRT_LOAD_SECONDS", "12"))
 CLIENTS, ATTACKERS, SLOW_READERS = (64, 8, 4) if SECONDS >= 20 else (8, 4, 1)
 ROUND_S = min(max(SECONDS, 20), 30)
-"""A third of it without the hostile ones, so that both parts meet the same machine."""
+"""Seconds of one round of load, a third of them without hostile requests, so that both parts meet the same machine."""
 SLOWER_AT_MOST = 3
 GROWN_KIB = 10 * 1024
 TRIES = 3
@@ -50,7 +50,7 @@ HOSTILE = [
 
 
 class Load:
-    """Clients of one server. `seconds` has what each small request took, `texts` what they got."""
+    """Clients of one server. `seconds` has the time of each small request, `texts` the answers they got."""
 
     def __init__(self, url: str):
         parts = urlsplit(url)
@@ -99,7 +99,7 @@ class Load:
             await self._ask(request, leaves=False)
 
     async def _ask(self, request: bytes, *, leaves: bool) -> bytes | None:
-        """Send a request and read what comes; None if the client left before."""
+        """Send a request and return all of its answer, or None if the client left before its end."""
         reader, writer = await asyncio.open_connection(*self._address)
         try:
             writer.write(request)
@@ -115,7 +115,7 @@ class Load:
 
 
 def text_of(answer: bytes) -> str:
-    """The text of an answer that was read to its end. The chunks of HTTP end where events do."""
+    """Return the text of an answer that was read to its end, whose HTTP chunks end where its events do."""
     lines = answer.decode().splitlines()
     assert "data: [DONE]" in lines
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -138,7 +138,7 @@ def p99(seconds: list[float]) -> float:
 
 @pytest.fixture
 def child(tmp_path):
-    """A server process, whose URL is `child.url`."""
+    """A server process, whose address is `child.url`."""
     command = [sys.executable, str(TESTS / "serve_scripted.py"), str(tmp_path), "0.004"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -164,7 +164,7 @@ def test_answers_beside_hostile_requests_are_those_got_alone(child):
 @pytest.mark.alone
 def test_hostile_requests_slow_small_ones_by_little_and_leave_no_memory_behind(child):
     asyncio.run(Load(child.url).each_hostile_one())
-    asyncio.run(measured(child.url, ROUND_S, attacked=True))  # what is kept once is not growth
+    asyncio.run(measured(child.url, ROUND_S, attacked=True))  # memory that is kept once is no growth
     kept, until = [resident_kib(child)], time.monotonic() + SECONDS
     while len(kept) < 2 or time.monotonic() < until:
         ratios: list[float] = []

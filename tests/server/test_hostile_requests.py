@@ -1,4 +1,4 @@
-"""What a server meets from strangers: each is answered with a 4xx or cut off, and the next request works."""
+"""Hostile requests: each is answered with a 4xx or cut off, and the next request works."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def connect(server):
 
 
 def raw(server, data: bytes) -> bytes:
-    """Everything that comes back until the server closes."""
+    """Send these bytes and return everything that comes back until the server closes."""
     with connect(server) as connection:
         connection.sendall(data)
         return drained(connection)
@@ -164,7 +164,7 @@ def test_a_name_that_another_site_gave_this_machine_is_refused(says):
 
 
 def logged(caplog, text):
-    """The lines with `text`, as soon as there is one: a request is logged after its answer is sent."""
+    """Wait for log lines with `text` and return them; a request is logged only after its answer is sent."""
     until = time.monotonic() + 30
     while not (found := [line for line in caplog.messages if text in line]) and time.monotonic() < until:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""More than 200 hostile requests, each with the status that answers it; after each table the server is as it was."""
+"""More than 200 hostile requests, each with the status of its answer; after each table the server is as before."""
 
 from __future__ import annotations
 

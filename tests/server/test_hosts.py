@@ -1,4 +1,4 @@
-"""By which names in the Host header a server answers."""
+"""The names in the Host header by which a server answers."""
 
 from __future__ import annotations
 

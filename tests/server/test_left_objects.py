@@ -1,4 +1,4 @@
-"""Nothing of a request is left when it is over, not even for the garbage collector, which comes when it likes."""
+"""Objects of a request: none is left when it is over, not even for the garbage collector, which may run much later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REQUESTS = {
 
 
 def ours(server) -> Counter[str]:
-    """What there is of the classes of this project, by name, once the server has nothing to do."""
+    """Return how many objects of each of the project's classes are left once the server is idle."""
     server.wait_idle()
     time.sleep(0.05)  # the last frames of the answer
     return Counter(type(each).__name__ for each in gc.get_objects() if type(each).__module__.startswith("cpmrt."))

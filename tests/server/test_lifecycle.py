@@ -1,4 +1,5 @@
-"""From the first byte to the last: loading, the queue, clients that leave or are slow, failed steps, signals."""
+"""The life of a server and of its requests: loading, the queue, clients that leave or are slow, failed steps,
+signals."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def body(text="hi", **fields):
 
 
 def endless(folder, delay_s=0.002, **settings):
-    """A model that goes on for 3,000 tokens, one a step."""
+    """Return a model whose answer has 3,000 tokens, one per step."""
     return saying_llm(folder, lambda prompt: "0123456789" * 300, delay_s=delay_s, **settings)
 
 
@@ -44,7 +45,7 @@ def until(condition, timeout_s=30.0):
 
 
 def stalled_stream(server, text="hi", **fields):
-    """A connection that asks for a stream and reads nothing of it."""
+    """Return a connection that has asked for a stream and reads nothing of it."""
     parts = urlsplit(server.url)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -175,7 +176,8 @@ def test_a_reader_that_never_reads_is_cut_off(tmp_path, monkeypatch):
 
 
 def median_health_s(demo, token):
-    """Seconds that an answer of /health takes while two prompts of this token, and so of no cached page, are read."""
+    """Return the median seconds of a /health answer while two prompts of this token, which are not cached, are
+    prefilled."""
     long = {"prompt": [token] * 400, "max_tokens": 2, "temperature": 0}
     threads = [threading.Thread(target=demo.client.post, args=("/v1/completions",), kwargs={"json": long})
                for _ in range(2)]  # fmt: skip
@@ -194,7 +196,7 @@ def median_health_s(demo, token):
 
 
 def test_health_answers_within_50_ms_during_a_long_prefill(demo):
-    """On a machine that does nothing else; where it does, in as many times longer as plain Python takes there now."""
+    """/health answers within 50 ms, scaled by how much slower plain Python runs on this machine now."""
     found = []
     while len(found) < 5 and min(found, default=0.05) >= 0.05:
         found.append(median_health_s(demo, 5 + len(found)) / slowness(time.perf_counter))
@@ -240,7 +242,7 @@ def test_answers_are_the_same_alone_and_together(demo):
 
 
 def failing(error, at):
-    """Raise `error` at the decode step of this number."""
+    """Return a function that raises `error` at the decode step number `at`."""
     count = [0]
 
     def fail(step):

@@ -51,7 +51,7 @@ def llm():
 
 @pytest.fixture
 def evaluate(demo, tmp_path):
-    """Run a task and return its results and its samples."""
+    """Return a function that runs a task and returns its results and its samples."""
 
     def run(task, **options):
         (tmp_path / "test.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
@@ -67,7 +67,7 @@ def evaluate(demo, tmp_path):
 
 
 def log_likelihood(llm, begin, end):
-    """Of `end` after `begin`, by the model itself."""
+    """Return the log-likelihood of `end` after `begin`, by the model itself."""
     begun, whole = (llm.tokenizer.encode(text, add_special_tokens=False) for text in (begin, begin + end))
     assert whole[: len(begun)] == begun, "the question is cut between two tokens"
     return float(llm.score(whole)[len(begun) - 1 :].sum())

@@ -1,4 +1,4 @@
-"""The log's own thread: nothing waits for whoever reads it, and what was dropped is counted."""
+"""The log's own thread: nothing waits for the log's reader, and dropped lines are counted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpmrt.server.log import LogWriter, LoopErrors
 
 @pytest.fixture
 def pipe():
-    """Both ends of a pipe, as files that may be closed again."""
+    """Both ends of a pipe, as files that may be closed more than once."""
     reader, writer = os.pipe()
     with open(reader, "rb", buffering=0) as read_end, open(writer, "wb", buffering=0) as write_end:
         yield read_end, write_end

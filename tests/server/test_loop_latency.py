@@ -1,4 +1,4 @@
-"""The event loop stays free: no request, however large, keeps it for more than some milliseconds at a time."""
+"""Latency of the event loop: no request, however large, keeps it busy for more than some milliseconds at a time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cpmrt.server.run import SWITCH_INTERVAL_S
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_OWN_MS = 5.0
-"""What the loop's own thread may compute in one callback."""
+"""Milliseconds that the loop's own thread may compute in one callback."""
 MAX_HELD_MS = 10.0
-"""What all threads together may compute until the loop has its next turn: others may hold the interpreter, or compute
-without it beside a loop that the machine is too busy to run."""
+"""Milliseconds that all threads together may compute between two turns of the loop: others may hold the interpreter,
+or compute without it while the machine is too busy to run the loop."""
 TRIES = 4
 
 CALL = '<|tool_call_start|>f(a="' + "x" * 8000 + '")<|tool_call_end|>'
@@ -31,7 +31,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Answers with 4,000 tokens, or with a long tool call; 64 sequences of 16K tokens."""
+    """A server for 64 sequences of 16K tokens, whose model answers with 4,000 tokens or a long tool call."""
     limits = ExecutorLimits(max_sequences=64, max_context=16384, prefill_chunk=4096, run_ahead=2)
     folder = tmp_path_factory.mktemp("long")
 
@@ -89,7 +89,7 @@ print(answer.status)
 
 
 def status_of(server, path, content):
-    """Send a request from another process, which does not share this one's interpreter."""
+    """Send a request from another process, which does not share this one's interpreter, and return its status."""
     address = server.url.removeprefix("http://")
     command = [sys.executable, "-S", "-c", CLIENT, address, path]
     return int(subprocess.run(command, input=content, stdout=subprocess.PIPE, check=True).stdout)

@@ -1,4 +1,4 @@
-"""/metrics: names, labels and values; every query of the dashboard asks for what is there."""
+"""/metrics: names, labels and values; every query of the dashboard asks for metrics that exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLOW = 0.005
 
 @pytest.fixture
 def quiet(tmp_path):
-    """A server of its own, with two slots and steps of five milliseconds, that answers `0123456789`."""
+    """A separate server with two slots and steps of five milliseconds, whose model answers `0123456789`."""
     limits = ExecutorLimits(max_sequences=2, max_context=1024, prefill_chunk=64)
     llm = saying_llm(tmp_path, lambda prompt: "0123456789", limits=limits, delay_s=SLOW)
     with serving(lambda: llm, model_name="my/model", max_queue=5) as server:
@@ -37,7 +37,7 @@ def quiet(tmp_path):
 
 
 def samples(text: str) -> dict[tuple[str, tuple], float]:
-    """Values by name and labels, the model's left out."""
+    """Return the values by name and labels, the model's name left out."""
     return {
         (sample.name, tuple(sorted(item for item in sample.labels.items() if item[0] != "model_name"))): sample.value
         for family in text_string_to_metric_families(text)
@@ -50,7 +50,7 @@ def seen(server):
 
 
 def fake_gpu(monkeypatch, *missing) -> str:
-    """What the collector of a GPU shows."""
+    """Return the metrics that the GPU collector shows for a fake GPU."""
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*missing))
     registry = CollectorRegistry()
     registry.register(GpuCollector(GpuReadings(BUS_ID, sysfs=Path("/nowhere"))))

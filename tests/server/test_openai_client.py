@@ -1,4 +1,4 @@
-"""The official `openai` client against a running server: what programs do first."""
+"""The official `openai` client against a running server: the calls that programs use most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The OpenAPI document: it is served, it names the endpoints and fields that the code has, and nothing breaks by it."""
+"""The OpenAPI document: it is served, it names the code's endpoints and fields, and requests made from it break
+nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_the_fields_are_those_that_the_code_reads(monkeypatch, schema, read, bod
 
 @pytest.fixture
 def quick(tmp_path):
-    """A server whose model can be asked for everything and answers at once."""
+    """A server whose model supports every kind of request and answers at once."""
     folder = write_checkpoint(tmp_path / "model", vocab_size=262)
     library = Library.from_file(str(folder / "tokenizer.json"))
     library.add_special_tokens(["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
@@ -86,7 +87,8 @@ def quick(tmp_path):
 
 @pytest.mark.all
 def test_schemathesis_finds_nothing(quick, tmp_path):
-    """All checks, also the one that everything which the document allows is accepted (see `consistent_bodies`)."""
+    """All checks of schemathesis pass, also that all bodies the document allows are accepted (see
+    `consistent_bodies`)."""
     command = shutil.which("schemathesis", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if command is None:
         pytest.skip("needs schemathesis (pip install schemathesis)")

@@ -22,7 +22,7 @@ ASK = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 class Process:
-    """A server process. `lines` are those that have been read of its log."""
+    """A server process. `lines` has the lines of its log read so far."""
 
     def __init__(self, process):
         self.process, self.lines = process, []

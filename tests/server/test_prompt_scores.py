@@ -28,7 +28,7 @@ def ask(server, **fields):
 
 
 def expected(llm, ids):
-    """Float64 log-probabilities at every position."""
+    """Return float64 log-probabilities at every position."""
     logits = llm.logits(ids).astype(np.float64)
     return logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(
         -1, keepdims=True
@@ -83,14 +83,14 @@ def test_offsets_are_places_in_the_text(demo, llm, prompt, as_ids):
 
 
 def test_an_end_token_has_its_place_too(says):
-    """Clients cut the lists by counting tokens; the end must not be missing there."""
+    """An end token has its place in the lists too, as clients cut them by counting tokens."""
     answer = ask(says_scoring(says), prompt="say()yas", max_tokens=1)
     logprobs = answer["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == answer["usage"]["prompt_tokens"] + 1 and logprobs["tokens"][-1] == "</s>"
 
 
 def says_scoring(server):
-    """The server, whose executor now gives logits too: all alike."""
+    """Return the server after making its executor give logits, all of them equal."""
     executor, vocab = server.engine.llm.engine.executor, server.engine.llm.config.vocab_size
     executor.prompt_logits = lambda slot, ids, table=(): iter([np.zeros((len(ids), vocab), np.float32)])
     return server
@@ -134,7 +134,7 @@ def test_what_is_refused(demo, fields, param):
 
 
 def test_scoring_waits_for_a_slot_and_holds_up_no_stream(demo):
-    """Four streams hold all slots; the score comes when one ends, and is right."""
+    """While four answers hold all slots a score waits until one ends, and is right."""
     alone = ask(demo, prompt=PROMPT)["choices"][0]["logprobs"]
     found = []
     streams = [threading.Thread(target=lambda: found.append(demo.client.post("/v1/completions", json={

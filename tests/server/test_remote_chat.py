@@ -25,7 +25,7 @@ from cpmrt.server.schema import read_chat
 
 @pytest.fixture
 def chat(monkeypatch):
-    """Feed lines to the command; its exit code."""
+    """Return a function that runs the command on these lines and returns its exit code."""
 
     def run(url, lines, *arguments):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode()), encoding="utf-8"))
@@ -46,7 +46,7 @@ def test_the_same_answers_as_the_local_chat(chat, demo, capsys):
 
 @pytest.fixture
 def files(tmp_path):
-    """Files that options name, by what stands for them."""
+    """The folder of the files that options name."""
     (tmp_path / "schema.json").write_text('{"enum": ["ja", "nein"]}')
     (tmp_path / "any.json").write_text("true")
     (tmp_path / "answer.lark").write_text('start: "a" "b"{2,4}')
@@ -74,7 +74,8 @@ def test_a_form_and_biases_bind_the_answer_of_a_server_too(chat, demo, files, ca
 
 
 def test_every_sampling_option_is_read_by_the_server_as_here(chat, demo, monkeypatch, capsys):
-    """All options at once, but of those for forms one: an answer has one form."""
+    """Every sampling option, all given at once but only one form, is read by the server as the local command reads
+    it."""
     pytest.importorskip("llguidance")
     sent, values = [], {"int": "3", "float": "1.5"}
     monkeypatch.setattr(RemoteModel, "_send", spy_on(RemoteModel._send, sent))
@@ -191,7 +192,8 @@ def test_other_ways_to_say_the_same_are_refused_beside_a_url(chat, capsys):
 
 
 def test_the_time_of_the_prompt_is_that_until_the_first_text(chat, tmp_path, capsys):
-    """The server holds back even the status until it has the first token, here for 0.3 s."""
+    """The prompt's time in --stats ends with the first text; the server sends even the status with it, here after 0.3
+    s."""
     with serving(lambda: saying_llm(tmp_path, lambda prompt: "ok", delay_s=0.3)) as server:
         assert chat(server.url, "hi\n", "--stats") == 0
     seconds = float(re.search(r"prompt \d+ tokens in ([\d.]+) s", capsys.readouterr().err)[1])
@@ -212,7 +214,8 @@ def test_a_key_that_the_server_wants(chat, tmp_path, capsys, monkeypatch):
 
 
 def test_a_key_that_is_empty_is_not_another_one(chat, capsys, monkeypatch):
-    """Such as that of a variable which is not set: the key of the environment may be one for another server."""
+    """An empty key, as an unset variable gives, is refused and not replaced by the environment's key, meant for
+    elsewhere."""
     monkeypatch.setenv("CPMRT_API_KEY", "sesame")
     assert chat("http://127.0.0.1:1", "hi\n", "--api-key", "") == 1
     assert "error: --api-key is empty" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`cpmrt chat --url` with servers that write otherwise than `cpmrt serve`, or fail: a line each, and no traceback."""
+"""`cpmrt chat --url` with servers that answer otherwise than `cpmrt serve`, or fail: one line each, no traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ MODELS = b'{"data": [{"id": "m"}]}'
 
 @contextmanager
 def fake_server(answer, models=MODELS, length=None):
-    """A server that lists `models` (said to be `length` bytes) and gives question n what `answer(n)` yields."""
+    """Yield a server that lists `models` (declared `length` bytes long) and answers question n with what `answer(n)`
+    yields."""
     numbers = iter(range(1, 99))
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""POST /v1/responses with the official client: text, streams, tools, structured answers, and what is refused."""
+"""POST /v1/responses with the official client: text, streams, tools, structured answers, and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_text(client):
 
 @pytest.mark.parametrize("length", [1, 100_000])
 def test_a_number_beyond_floats_is_no_json(says, length):
-    """The answer would repeat it as Infinity."""
+    """A number beyond floats is refused as invalid JSON, since the answer would repeat it as Infinity."""
     content = f'{{"input": "say(hi)yas", "metadata": {{"x": [1.5e300, -1e999], "y": "{"z" * length}"}}}}'
     answer = says.client.post("/v1/responses", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
@@ -119,7 +119,8 @@ def test_thoughts_are_items(client):
     ("yes <think>hm</think>", 0), ("<thinner", 0), ("", 0),
 ])  # fmt: skip
 def test_tokens_of_thoughts_are_counted(client, said, count):
-    """The model that says what it is told takes a token for each byte, and one for the end."""
+    """Tokens of thoughts are counted in the usage: the model says what it is told with a token per byte and one for
+    the end."""
     for stream in (False, True):
         answer = client.responses.create(model="says", input=f"say({said})yas", stream=stream)
         usage = (list(answer)[-1].response if stream else answer).usage
@@ -147,7 +148,7 @@ def test_what_is_refused(says, fields, param):
 
 def test_what_asks_for_nothing_is_taken(says):
     fields = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
-    without_tools = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}  # what the answers repeat
+    without_tools = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}  # the values that answers state
     for each in (fields, {"truncation": None, "include": None}, {"include": []}, without_tools):
         assert says.client.post("/v1/responses", json={"input": "x", **each}).status_code == 200
 

@@ -12,7 +12,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def reply(prompt: str) -> str:
-    """Think for long; behind the end of a thought answer, and go on for ever about the weather."""
+    """Return a very long thought, "yes" after a thought's end, or an endless answer about the weather."""
     answer = prompt.rpartition("[assistant]")[2]
     if "weather" in prompt:
         return "It rains. " * 300
@@ -27,7 +27,7 @@ def server(tmp_path_factory):
 
 
 def ask(server, text="hi", **fields):
-    """The message, the reason and the usage of an answer, the same streamed as whole."""
+    """Return the message, finish reason and usage of an answer, and check that they are the same streamed."""
     body = {"messages": [{"role": "user", "content": text}], "seed": 1} | fields
     whole = server.client.post("/v1/chat/completions", json=body).json()
     (choice,) = whole["choices"]

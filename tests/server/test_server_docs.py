@@ -1,4 +1,4 @@
-"""docs/server.md names what the server has: endpoints, fields, options, variables, limits, errors, metrics."""
+"""docs/server.md: it names all of the server's endpoints, fields, options, variables, limits, errors and metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def section(title: str) -> str:
 
 
 def first_cells(text: str) -> list[str]:
-    """What stands in backticks in the first column of a table."""
+    """Return the names in backticks in the first columns of the text's tables."""
     return [name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)]
 
 

@@ -1,4 +1,4 @@
-"""How a server ends: it drains, then its time of grace is over for whatever still runs or waits."""
+"""Shutdown of a server: it drains, and ends whatever still runs or waits when its time of grace is over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def body(**fields):
 
 
 def endless(folder, delay_s):
-    """A model that goes on for 3,000 tokens, one a step."""
+    """Return a model whose answer has 3,000 tokens, one per step."""
     return saying_llm(folder, lambda prompt: "0123456789" * 300, delay_s=delay_s)
 
 
@@ -36,7 +36,7 @@ def until(condition, timeout_s=30.0):
 
 
 def sent(url, path, content, length=None):
-    """A connection that has sent a request, or the beginning of one of this length, and read nothing."""
+    """Return a connection that has sent a request, or the beginning of one of length `length`, and read nothing."""
     parts = urlsplit(url)
     connection = socket.create_connection((parts.hostname, parts.port), timeout=20)
     data = json.dumps(content).encode()
@@ -46,7 +46,7 @@ def sent(url, path, content, length=None):
 
 
 def received(connection):
-    """All that comes until the server closes the connection."""
+    """Return everything that comes until the server closes the connection."""
     with connection:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
@@ -76,7 +76,7 @@ def test_the_time_of_grace_ends(tmp_path):
 
 @contextmanager
 def process(*arguments):
-    """The bundled model behind a server in a process of its own, with its address; its log comes at the end."""
+    """Yield a server process of the bundled model and its address; the process is killed at the end."""
     command = [sys.executable, "-m", "cpmrt", "serve", "--executor", "reference", "--port", "0", *arguments]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
@@ -97,7 +97,7 @@ WORK = {
 
 @pytest.mark.parametrize("what", WORK)
 def test_the_time_of_grace_ends_for_all_work(what):
-    """One signal begins the time; a second SIGINT ends it."""
+    """The time of grace ends all work with a 503; one signal begins that time, and a second SIGINT ends it."""
     path, content, length = WORK[what]
     for grace, numbers in (("0.5", [signal.SIGTERM]), ("60", [signal.SIGINT, signal.SIGINT])):
         with process("--grace", grace) as (running, url):

@@ -1,4 +1,4 @@
-"""What `/metrics` tells of speculative steps."""
+"""Metrics of speculative steps in `/metrics`."""
 
 from __future__ import annotations
 

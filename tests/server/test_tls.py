@@ -1,4 +1,4 @@
-"""Connections with TLS have the limits of the others from their first byte on."""
+"""Connections with TLS, which have the limits of other connections from their first byte on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 8
 
 @pytest.fixture
 def server(tmp_path, certificate, monkeypatch):
-    """A server of a few connections, which are in `server.connections`."""
+    """A TLS server that takes `LIMIT` connections, which are in `server.connections`."""
     connections = Connections(LIMIT)
     monkeypatch.setattr(run, "Connections", lambda limit: connections)
     cert, key = certificate
@@ -42,7 +42,7 @@ def until(condition, timeout_s=10.0):
 
 
 def connect(server, receives=None):
-    """A connection whose kernel holds so many bytes to be read, or as many as it likes."""
+    """Return a connection whose kernel buffers `receives` bytes to be read, or its default."""
     parts = urlsplit(server.url)
     connection = socket.socket()
     connection.settimeout(10)
@@ -59,7 +59,7 @@ def trusting():
 
 
 def received(connection):
-    """All that comes until the server ends it."""
+    """Return everything that comes until the server ends the connection."""
     return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
@@ -84,7 +84,8 @@ def test_connections_that_never_begin_their_handshake_make_room(server):
 
 
 def test_an_answer_that_is_still_on_its_way_is_sent_to_its_end(server):
-    """It is complete for HTTP, so that its connection is an idle one, while TLS has handed it on to be sent."""
+    """An answer complete for HTTP but still being sent by TLS is sent to its end, though its connection counts as
+    idle."""
     request = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with ExitStack() as stack:
         slow = stack.enter_context(trusting().wrap_socket(connect(server, receives=4096)))

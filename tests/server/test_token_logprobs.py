@@ -1,4 +1,4 @@
-"""Log-probabilities as JSON: what stands there, and what writing it costs."""
+"""Log-probabilities as JSON: their values, and the time that writing them takes."""
 
 from __future__ import annotations
 

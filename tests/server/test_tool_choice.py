@@ -74,7 +74,7 @@ def test_calls_are_streamed(client):
 
 
 def streamed(client, **fields):
-    """Return what the deltas of a stream make: the content, the calls, and why it ended."""
+    """Return the content, the calls and the finish reason that the deltas of a stream add up to."""
     content, calls, reason = "", [], None
     for chunk in asked(client, stream=True, **fields):
         (choice,) = chunk.choices
@@ -155,7 +155,7 @@ def test_a_call_and_another_form_exclude_each_other(server):
 
 
 def test_a_schema_leaves_room_for_calls(client, server):
-    """With tools that need not be called an answer is calls, or JSON of its schema."""
+    """With a schema and tools that need not be called, an answer is either calls or JSON of the schema."""
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["rain", "sun"]}}}
     (choice,) = asked(client, response_format=wanted, parallel_tool_calls=False).choices
     if choice.message.tool_calls:
@@ -170,7 +170,8 @@ def test_a_schema_leaves_room_for_calls(client, server):
 
 
 def test_a_form_binds_behind_the_thought(server):
-    """The template opens a thought, whose budget closes it; what stands in it is free."""
+    """A form binds only after the thought, which the template opens and its budget closes; the thought itself is
+    free."""
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["rain", "sun"]}}}
     fields = {"chat_template_kwargs": {"enable_thinking": True}, "max_thinking_tokens": 12, **SAMPLED}
     message = server.chat("Weather?", response_format=wanted, **fields).json()["choices"][0]["message"]
@@ -208,7 +209,7 @@ def test_tools_of_another_form_are_refused(server, tools, says, choice):
 
 
 def test_instructor_and_pydantic_ai(server):
-    """Both get their types from a model that knows nothing, since the grammar leaves it no other way."""
+    """Both clients get their types from a model that knows nothing, since the grammar allows nothing else."""
     instructor = pytest.importorskip("instructor")
     pydantic_ai = pytest.importorskip("pydantic_ai")
     from pydantic import BaseModel
@@ -225,7 +226,7 @@ def test_instructor_and_pydantic_ai(server):
     found = client.chat.completions.create(model="demo", messages=ask, response_model=Weather, max_tokens=200)
     assert isinstance(found, Weather)
     model = OpenAIChatModel("demo", provider=OpenAIProvider(base_url=url, api_key="x"))
-    settings = {"max_tokens": 200, "parallel_tool_calls": False}  # else a model that knows nothing calls on and on
+    settings = {"max_tokens": 200, "parallel_tool_calls": False}  # an untrained model would call without end
     agent = pydantic_ai.Agent(model, output_type=Weather, model_settings=settings)
     assert isinstance(agent.run_sync("Weather?").output, Weather)
     agent = pydantic_ai.Agent(model, output_type=pydantic_ai.NativeOutput(Weather), model_settings=settings)

@@ -1,4 +1,4 @@
-"""Tools whose schemas no grammar can have are named, and so are models that are never told of tools."""
+"""Errors that name tools whose schemas no grammar can express, and models whose template shows no tools."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def functions(*schemas):
 
 @pytest.mark.parametrize(("schema", "reason"), BAD, ids=str)
 def test_a_schema_that_no_grammar_can_have_is_named(server, schema, reason):
-    """Over HTTP and in Python, in every format; nothing is said of a grammar, which nobody has written."""
+    """A tool's schema that no grammar can express is named, over HTTP and in Python, without mentioning a grammar."""
     tools = functions(GOOD, schema, GOOD)
     error = server.chat(tools=tools, tool_choice="required").json()["error"]
     assert (error["param"], error["code"]) == ("tools[1].function.parameters", "invalid_value")
@@ -59,7 +59,7 @@ def test_a_schema_that_no_grammar_can_have_is_named(server, schema, reason):
 
 @pytest.mark.parametrize(("schema", "reason"), BAD, ids=str)
 def test_a_model_that_may_call_is_free_with_such_a_schema(server, schema, reason):
-    """Also its calls are read."""
+    """With such a schema a model that may call answers freely, and its calls are read."""
     answer = server.chat(tools=functions(schema), max_tokens=2)
     assert answer.status_code == 200, answer.text
     for call in TOOL_CALLS.values():
@@ -91,7 +91,8 @@ def test_the_other_apis_name_the_schema_as_they_have_it(server):
 
 
 def test_a_tool_whose_fields_are_null_is_one_without_them(server):
-    """OpenAI's client sends null for the parameters of a function that takes none."""
+    """A tool with null fields is one without them; OpenAI's client sends null for parameters of a function without
+    any."""
     bare = {"name": "f"}
     null = {**bare, "parameters": None, "description": None, "strict": None}
     for choice in ("required", "auto"):
@@ -107,7 +108,8 @@ def test_a_tool_whose_fields_are_null_is_one_without_them(server):
 
 
 def test_a_template_without_tools(demo):
-    """Only a model that is told of tools can choose to call one; a grammar makes any model call."""
+    """A template that shows no tools refuses tools of free choice, but a forced call works, as a grammar brings it
+    about."""
     llm, messages = demo.engine.llm, [{"role": "user", "content": "Weather?"}]
     tools, params = functions(GOOD), SamplingParams(max_new_tokens=60)
     with pytest.raises(RequestError, match="^tools: the chat template of this model has none; pass tool_choice="):

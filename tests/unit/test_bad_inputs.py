@@ -26,7 +26,7 @@ SIZES = {
 
 @dataclass
 class Bad:
-    """A command line, in which a word that begins with @ is a path in the folder of the test; what it must say."""
+    """A command line, whose words that begin with @ are paths in the test's folder, and what its error must say."""
 
     name: str
     line: str
@@ -45,7 +45,7 @@ HUB_ID = "expected an existing folder or a hub id such as openbmb/MiniCPM4-0.5B 
 OFFLINE = ("is not in the local cache", "offline mode is on", "unset HF_HUB_OFFLINE")
 
 BAD_INPUTS = [
-    # What to pull
+    # Arguments of `pull`
     Bad("pull nothing", "pull", ("required: NAME", "cpmrt pull --help"), USAGE),
     Bad("pull two", "pull org/a org/b", ("unrecognized arguments: org/b",), USAGE),
     Bad("pull an empty name", "pull", (HUB_ID,), words=[""]),
@@ -74,7 +74,7 @@ BAD_INPUTS = [
         ("--draft-weight-bits needs --draft eagle2, eagle3 or dspark",), USAGE),
     Bad("file of a model that is absent", "inspect absent.gguf", ("'absent.gguf'", "got nothing there")),
     Bad("revision of the bundled model", "generate x --revision v1", ("the bundled model has no revision",)),
-    # What to list and to remove
+    # Arguments of `list` and `rm`
     Bad("list something", "list org/tiny", ("unrecognized arguments: org/tiny",), USAGE),
     Bad("list with a misspelt option", "list --jsn", ("did you mean --json?",), USAGE),
     Bad("remove nothing", "rm", ("required: NAME",), USAGE),
@@ -84,7 +84,7 @@ BAD_INPUTS = [
     Bad("remove one that is there and one that is not", "rm org/tiny org/absent", ("'org/absent' is not in",)),
     Bad("remove a path", "rm ../../model", ("is not in the cache",)),
     Bad("remove an empty name", "rm", ("'' is not in the cache",), words=[""]),
-    # What to quantise
+    # Arguments of `quantize`
     Bad("quantise nothing", "quantize", ("required: MODEL, OUT",), USAGE),
     Bad("quantise to nowhere", "quantize @model", ("required: OUT",), USAGE),
     Bad("method that is none", f"{Q} --method magic", ("invalid choice: 'magic'", "gptq"), USAGE),
@@ -121,7 +121,7 @@ BAD_INPUTS = [
     Bad("folder that exists", "quantize @model @empty --method rtn", ("exists already",)),
     Bad("folder in no folder", "quantize @model @no/where --method rtn", ("not a folder",)),
     Bad("folder within a file", "quantize @model @text.txt/out --method rtn", ("not a folder",)),
-    # What to convert
+    # Arguments of `convert`
     Bad("convert nothing", "convert", ("required: SOURCE, TARGET",), USAGE),
     Bad("convert to no layout", "convert @gptq @out --to onnx", ("invalid choice: 'onnx'", "marlin"), USAGE),
     Bad("convert to a type of no format", "convert @gptq @out --type q8_0", ("--type is for --to gguf",), USAGE),
@@ -146,7 +146,7 @@ BAD_INPUTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of all kinds, texts, and a cache with org/tiny in it."""
+    """A folder with models of all kinds, texts, and a hub cache that holds org/tiny."""
     root = tmp_path_factory.mktemp("inputs")
     model = write_checkpoint(root / "model", **SIZES)
     write_checkpoint(root / "odd", **SIZES | {"intermediate_size": 96})
@@ -228,7 +228,7 @@ def test_bad_arguments_of_a_model(arguments: dict[str, object], says: str, offli
 
 @pytest.mark.parametrize("line", [f"{RTN} -q", "convert @gptq @out"])
 def test_a_full_disk_leaves_nothing(line: str, folder: Path) -> None:
-    """A limit on the size of files stands for the full disk."""
+    """A command that meets a full disk, here a limit on file sizes, says so in one line and leaves no output behind."""
     words = [str(folder / word[1:]) if word.startswith("@") else word for word in line.split()]
     done = subprocess.run(
         [sys.executable, "-m", "cpmrt", *words], cwd=Path(__file__).parents[2], capture_output=True, text=True,

@@ -65,7 +65,7 @@ def test_a_shape_takes_longer_contexts_than_its_model(monkeypatch, tmp_path):
 
 
 def test_sampled_text_says_so(checkpoint, tmp_path, capsys):
-    """The random prompts of a case are the same, what follows them is not; greedy is the default and says nothing."""
+    """A run with a temperature prints and records it; greedy decoding is the default and is not mentioned."""
     path, seen = tmp_path / "out.json", []
     for temperature in ([], ["--temperature", "0.0"], ["--temperature", "1e4"]):
         on_case = ["--case", "16:8", "--json", str(path), *temperature]
@@ -200,7 +200,7 @@ DEVICE = {"name": "Test GPU", "nvidia_driver": "580.1"}
 
 
 def report(**changes):
-    """A GPU run of 10 s: prefill for 2 s at 600 W, decode for 6 s at 400 W, power capped."""
+    """Return the report of a GPU run of 10 s: prefill for 2 s at 600 W, decode for 6 s at 400 W, power capped."""
     times = [index / 10 for index in range(101)]
     power = [600.0 if 1 <= time < 3 else 400.0 for time in times]
     samples = Samples(times, {"power_w": power, "sm_clock_mhz": [1500.0] * 101, "throttle_bits": [4.0] * 101,
@@ -242,7 +242,7 @@ def test_a_case_without_decode_steps_shows_none():
 
 
 class FakeAxes:
-    """Records what is drawn."""
+    """Stand-in for matplotlib's axes that records the curves and spans drawn on it."""
 
     def __init__(self):
         self.curves, self.spans = [], []
@@ -336,7 +336,7 @@ def test_an_unknown_shape_is_refused():
 
 
 def test_the_bandwidth_is_measured_before_the_model_is_loaded(checkpoint, monkeypatch):
-    """On a GPU the model would leave no memory for it; the monitor is told which GPU by its bus id."""
+    """Bandwidth is measured first, as a loaded model leaves no memory for it; the monitor gets the GPU's bus id."""
     order = []
     device = SimpleNamespace(name="Test GPU")
     monkeypatch.setattr(run_module, "open_device", lambda: device)

@@ -24,7 +24,7 @@ def tool(monkeypatch):
 
 
 class Paper:
-    """A GPU on paper: memory that nobody touches, and each run takes a microsecond a launch."""
+    """A pretended GPU: its memory is never touched, and each run takes a microsecond per launch."""
 
     has_library = False
 
@@ -68,6 +68,6 @@ def test_every_case_of_the_table_is_launched(tool, monkeypatch, shape):
     measured = {(row[1], row[2]) for row in rows if row[head.index(shape)]}
     missing = measured - {(line.kernel, line.case) for line in lines}
     assert not missing, "in the README, but not measured"
-    # The own product stands for the library's where that is absent.
+    # Where cuBLASLt is absent, the project's own product stands in for it.
     named = {line.kernel.partition(" ")[0].replace("cuBLASLt", "gemm") for line in lines}
     assert named == set(gpu.runs) >= {f"linear_packed_{name}" for name in ("qkv", "residual", "gate_up")}

@@ -1,4 +1,4 @@
-"""What the benchmark counts, on a device and a host whose every delay is known."""
+"""Times and rates that the benchmark measures, on a device and a host whose every delay is known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUBMIT_S, READ_S, PREFILL_S, DECODE_S = 0.001, 0.0005, 0.25, 0.05
 
 
 class Clock:
-    """Stands still but for what the device and the host are said to need."""
+    """A clock that advances only by the times that the device and the host are said to need."""
 
     now = 0.0
 
@@ -34,7 +34,8 @@ class Clock:
 
 
 class TimedDevice(ScriptedExecutor):
-    """Works through its queue alone: a step begins when it is submitted and the one before it has ended.
+    """A device that works through its queue by itself: a step begins once it is submitted and its predecessor has
+    ended.
 
     Every fourth decode step screens the head and computes `rescored` tokens exactly, unless that is None.
     """
@@ -74,7 +75,7 @@ class TimedDevice(ScriptedExecutor):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Measure a case on a timed device; returns the measurement and the device."""
+    """Return a function that measures a case on a timed device and returns the measurement and the device."""
     clock = Clock()
     monkeypatch.setattr(measuring, "perf_counter", clock)
     monkeypatch.setattr(engine_module, "perf_counter", clock)
@@ -172,7 +173,7 @@ def test_bandwidth_is_of_the_weights_and_the_context(run):
 
 
 def test_bandwidth_counts_the_whole_head_of_each_step_that_reads_it(run):
-    """With drafts steps of few rows are screened beside others of many."""
+    """The bandwidth counts the whole head for unscreened steps and only the rescored part for screened ones."""
     result, _ = run(Case(8, 101), repeats=1, rescored=3)
     assert result.mean_rescored == 3
     whole, screened = (decode_bytes(MODEL, 8 + 51, 1, 2, mean_rescored=rescored) for rescored in (None, 3))

@@ -1,4 +1,5 @@
-"""What the monitor reads from NVML and from a Jetson's files, and that nothing it meets can stop a benchmark."""
+"""The benchmark's monitor: its readings from NVML and from a Jetson's files, and faults that must not stop a
+benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from cpmrt.gpu_readings import GpuReadings, Nvml, jetson_readers
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Put a fake in the place of pynvml."""
+    """Return a function that puts a fake NVML in the place of pynvml."""
 
     def install(*missing, **settings):
         fake = FakeNvml(*missing, **settings)
@@ -194,7 +195,7 @@ def test_any_file_may_be_unreadable_or_nonsense(tmp_path, damaged):
 
 
 def watch_files(root):
-    """How many readings there are."""
+    """Return the number of readings under `root`."""
     return len(GpuReadings(sysfs=root).read())
 
 
@@ -208,7 +209,7 @@ def test_an_absent_sysfs_is_nothing(tmp_path):
 
 
 def ramp(**readings):
-    """Samples at 0, 0.1, ... 2.0 s."""
+    """Return samples at 0, 0.1, ... 2.0 s, each reading a function of the time."""
     times = [index / 10 for index in range(21)]
     return Samples(times, {name: [function(time) for time in times] for name, function in readings.items()})
 

@@ -1,4 +1,4 @@
-"""What the CUDA executor does beside steps comes behind those that wait to be launched, without a device."""
+"""Work of the CUDA executor outside of steps: waiting decode steps are launched before it. No device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def executor(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An executor whose `done` says in which order things reach the stream; steps wait for three others like them."""
+    """An executor whose `done` lists work in the order it reaches the stream; steps wait until four are queued."""
     made, done = object.__new__(module.CudaExecutor), list[str]()
 
     def note(what: str, result: Any = None) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def executor(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     (lambda executor: executor.write_pages([5], {}), ["write"]),
 ], ids=["prompt", "read", "write"])  # fmt: skip
 def test_steps_that_wait_are_launched_before(executor: Any, begin: Callable[[Any], Any], expected: list[str]) -> None:
-    """A sequence was cancelled whose last steps wait: they write to its slot and its pages, which others have now."""
+    """Waiting steps of a cancelled sequence are launched before its slot and pages, which they write to, are reused."""
     for _ in range(3):
         executor._graphs.add("decode", (0,))
     assert not executor.done

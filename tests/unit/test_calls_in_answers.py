@@ -1,4 +1,4 @@
-"""The calls of a whole answer: none of its thought, and all of those behind it, whatever their arguments say."""
+"""Tool calls of a whole answer: none is read from the thought, all are read after it, whatever their arguments say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that are captured while others run, without a device: what a failure says."""
+"""Errors of a failed graph capture while other graphs run, without a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_MEMORY, FAULT = 2, 700
 
 
 class CudaError(Exception):
-    """What CuPy raises where a call of the runtime fails."""
+    """Stand-in for the error that CuPy raises when a call of the CUDA runtime fails."""
 
     def __init__(self, status: int):
         super().__init__(f"status {status}")
@@ -24,7 +24,7 @@ class CudaError(Exception):
 
 
 class Stream:
-    """Captures nothing; the call named `fails_at` fails with `status`."""
+    """A stream that captures nothing; its call named `fails_at` fails with `status`."""
 
     def __init__(self, fails_at: str = "", status: int = 0):
         self._fails_at, self._status = fails_at, status
@@ -62,7 +62,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     [(NO_MEMORY, MemoryPlanError, "less free memory"), (FAULT, DeviceError, "the GPU failed")],
 )
 def test_a_capture_that_fails_says_why(call: str, status: int, error: type[CpmrtError], message: str) -> None:
-    """The first step under a form captures its graph when the server has long been running."""
+    """A failed capture ends in an error that says why; steps under a form are captured while the server runs."""
     graphs = Graphs(Stream(call, status), enabled=True)  # type: ignore[arg-type]
     with pytest.raises(error, match=message):
         graphs.add("step", lambda: None)

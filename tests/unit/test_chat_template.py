@@ -1,4 +1,4 @@
-"""Chat templates: what they render, where they are found, and what they cannot do."""
+"""Chat templates: the text they render, the files they are found in, and the limits they are held to."""
 
 import json
 import threading
@@ -53,7 +53,7 @@ def test_minicpm_chatml(tmp_path):
 
 
 def test_a_message_of_tool_calls_without_content_fits_every_template(tmp_path):
-    """One that looks at the content finds none, and one that takes none gets an empty one."""
+    """A template that tests for the content finds it undefined, and one that uses it unasked gets an empty string."""
     assert "<|im_start|>assistant\n<|im_end|>" in ChatTemplate.open(BUNDLED).render(CALLS)
     assert open_template(tmp_path, "{{ messages[1].content is defined }}").render(CALLS) == "False"
     assert open_template(tmp_path, "{{ messages[1].content|length }}").render(CALLS) == "0"
@@ -62,7 +62,8 @@ def test_a_message_of_tool_calls_without_content_fits_every_template(tmp_path):
 
 
 def test_arguments_of_tool_calls_may_be_json_in_a_string(tmp_path):
-    """As the OpenAI API has them, and `answer.tool_calls`: templates write an object as JSON once more."""
+    """Arguments as a JSON string, as in the OpenAI API and `answer.tool_calls`, render like the same arguments as an
+    object."""
 
     def rendered(arguments, source="{{ messages[0].tool_calls[0].function.arguments|tojson }}"):
         call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}

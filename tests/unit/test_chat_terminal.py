@@ -1,4 +1,4 @@
-"""`cpmrt chat` on a terminal: what the screen shows, what keys do, and what is kept between runs."""
+"""`cpmrt chat` on a terminal: the screen, the keys, and the history kept between runs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def starter(tmp_path):
 
 @pytest.fixture
 def chat(tmp_path):
-    """Start a chat whose model says what stands between say( and )yas."""
+    """Return a function that starts a chat whose model answers with the text between say( and )yas."""
     return starter(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """A chat that several tests use, one after the other."""
+    """A running chat that several tests share, one after the other."""
     with starter(tmp_path_factory.mktemp("chat"))("--no-markdown") as terminal:
         terminal.wait_for_prompt()
         yield terminal
@@ -43,7 +43,7 @@ def running(tmp_path_factory):
 
 @pytest.fixture
 def terminal(running):
-    """The running chat, its conversation forgotten and its screen empty."""
+    """The shared running chat, with its conversation forgotten and its screen emptied."""
     running.type("/clear\r")
     running.wait("the conversation is forgotten\n>")
     running.screen.reset()
@@ -185,7 +185,7 @@ def test_a_history_that_cannot_be_kept_is_no_reason_to_stop(chat, tmp_path):
 
 
 def test_answers_into_a_file(chat, tmp_path):
-    """The terminal is still there to type on."""
+    """With its output redirected to a file, a chat still takes its input from the terminal."""
     with chat("--no-markdown", shell=f"> {tmp_path / 'answers'}") as terminal:
         terminal.wait_for_prompt()
         terminal.type("say(one)yas\r")

@@ -1,4 +1,4 @@
-"""Finding the files of a checkpoint folder, the sharded index, and JSON files that may be anything."""
+"""Finding the files of a checkpoint folder, reading the sharded index, and malformed JSON files."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_shards(tmp_path: Path) -> None:
 
 
 def test_shards_may_be_links(tmp_path: Path) -> None:
-    """The hub's cache holds links to blobs that have no suffix."""
+    """A weight file may be a link to a blob without a suffix, as in the hub's cache."""
     snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "abc", tmp_path / "models--org--name" / "blobs"
     for folder in (snapshot, blobs):
         folder.mkdir(parents=True)

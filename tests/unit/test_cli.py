@@ -36,13 +36,13 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def generate(checkpoint):
-    """Run `cpmrt generate` on the checkpoint."""
+    """Return a function that runs `cpmrt generate` on the checkpoint and returns the exit code."""
     return lambda *arguments: main(["generate", "-m", str(checkpoint), "--executor", "reference", *arguments])
 
 
 @pytest.fixture
 def piped(monkeypatch):
-    """Make these bytes the standard input."""
+    """Return a function that makes the given bytes the standard input."""
     return lambda raw: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
 
 

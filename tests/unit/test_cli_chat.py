@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def chat(checkpoint, monkeypatch):
-    """Run `cpmrt chat` on piped lines."""
+    """Return a function that runs `cpmrt chat` on piped lines and returns the exit code."""
 
     def run(lines, *arguments):
         raw = lines if isinstance(lines, bytes) else lines.encode()
@@ -59,7 +59,7 @@ def chat(checkpoint, monkeypatch):
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """The messages of every question that is asked."""
+    """The list of every question's messages and thinking option, filled as they are asked."""
     asked, chat_prompt = [], LLM.chat_prompt
 
     def spy(self, messages, **options):
@@ -71,7 +71,7 @@ def prompts(monkeypatch):
 
 
 def answers(checkpoint, questions, **options):
-    """What the API answers to the same conversation."""
+    """Return the answers that the Python API gives in the same conversation."""
     messages, texts = [], []
     with LLM(checkpoint, executor="reference", **options) as llm:
         for question in questions:
@@ -181,7 +181,7 @@ def test_undo_and_retry(chat, prompts, capsys):
 
 
 def test_a_retry_that_fails_keeps_the_answer_before(chat, tmp_path, capsys):
-    """The system message leaves no room for the question any more."""
+    """A retry for which a new system message leaves no room fails, and the earlier answer stays in the conversation."""
     file = tmp_path / "kept.json"
     lines = f"one\n/system {'x' * 300}\n/retry\n/system none\n/save {file}\n"
     assert chat(lines, *SAMPLING, "--max-context", "90") == 1
@@ -282,7 +282,8 @@ def test_the_system_message_can_change(chat, prompts, capsys):
 
 
 def test_thoughts_between_special_tokens_are_told_apart(tmp_path, monkeypatch, capsys):
-    """Special tokens are no text, but these are looked for."""
+    """Thought markers that are special tokens, which decoding leaves out of the text, still separate thought and
+    answer."""
     folder = write_checkpoint(tmp_path / "model", vocab_size=261)
     library = Library.from_file(str(folder / "tokenizer.json"))
     library.add_special_tokens(["<think>", "</think>"])
@@ -343,7 +344,7 @@ def test_a_second_ctrl_c_interrupts_at_once_and_the_handler_goes_back():
 
 @contextmanager
 def start(checkpoint, *arguments, **streams):
-    """A chat in a process of its own, which does not outlive a test that fails."""
+    """Yield a chat in a process of its own, which is killed at the end even if the test fails."""
     command = [sys.executable, "-m", "cpmrt", "chat", "-m", str(checkpoint), "--executor", "reference", *arguments]
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **streams) as child:
         try:
@@ -367,7 +368,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(checkpoint):
 
 
 def until(descriptor, mark, seconds=30):
-    """What comes up to and with `mark`; fails if it does not come in time."""
+    """Return everything read up to and including `mark`; fail if it does not come in time."""
     seen, deadline = b"", time.monotonic() + seconds
     while mark not in seen:
         assert time.monotonic() < deadline, f"{mark!r} did not come: {seen!r}"

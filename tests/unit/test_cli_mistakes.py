@@ -1,4 +1,4 @@
-"""What users get wrong on the command line: each is one line on stderr, the right exit code and no traceback."""
+"""Mistakes of users on the command line: each gives one line on stderr, the right exit code and no traceback."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ POINTER = ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noi
 
 
 def adapter(folder: Path) -> None:
-    """Leave what peft saves."""
+    """Turn the checkpoint into an adapter folder as peft saves it."""
     (folder / "config.json").unlink()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
 
@@ -65,7 +65,7 @@ def no_template(folder: Path) -> None:
 
 @dataclass
 class Mistake:
-    """A command line in which M is the checkpoint folder; what it must say, with which exit code."""
+    """A command line, in which M is the checkpoint folder, and the message and exit code that it must give."""
 
     name: str
     line: list[str]
@@ -215,7 +215,7 @@ def test_mistake(mistake: Mistake, tmp_path: Path, no_gpu, capsys, monkeypatch) 
 
 
 def test_hub_ids_come_from_the_cache_when_offline(tmp_path, capsys, monkeypatch):
-    """The cache layout of the hub: a snapshot folder, named by refs/main."""
+    """Offline, a hub id is resolved to the snapshot folder that refs/main of the hub's cache names."""
     home = tmp_path / "hub" / "models--org--tiny"
     write_checkpoint(home / "snapshots" / "abc123")
     (home / "refs").mkdir()
@@ -232,7 +232,7 @@ def test_hub_ids_come_from_the_cache_when_offline(tmp_path, capsys, monkeypatch)
 
 @contextmanager
 def nobody():
-    """Root may read everything, so root is somebody else within."""
+    """Run the body as the user nobody if the tests run as root, since root may read everything."""
     mine = os.geteuid()
     if mine == 0:
         os.seteuid(65534)
@@ -245,10 +245,10 @@ def nobody():
 @pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=["closed", "only-listed", "only-passed"])
 def test_a_folder_without_permission_is_named(mode, capsys):
     lines = (["plan", "M"], ["inspect", "M"], ["generate", "x", "-m", "M", "--executor", "reference"])
-    with tempfile.TemporaryDirectory() as root:  # the folders of tmp_path are closed to others
+    with tempfile.TemporaryDirectory() as root:  # other users cannot enter tmp_path
         folder = write_checkpoint(Path(root) / "model")
         lines = [[part.replace("M", str(folder)) for part in line] for line in lines]
-        assert [main(line) for line in lines] == [0, 0, 0]  # and all modules are imported
+        assert [main(line) for line in lines] == [0, 0, 0]  # this imports all modules, too
         capsys.readouterr()
         os.chmod(root, 0o755)
         os.chmod(folder, mode)

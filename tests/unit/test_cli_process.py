@@ -1,4 +1,4 @@
-"""The program in a process of its own: Ctrl-C, closed pipes, full disks, terminals."""
+"""The command line in a process of its own: Ctrl-C, closed pipes, full disks, terminals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 
 def start(*arguments, **streams):
-    """The program in a process of its own."""
+    """Start the program in a process of its own."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     return subprocess.Popen([sys.executable, "-m", "cpmrt", *map(str, arguments)], env=environment, **streams)
@@ -43,7 +43,7 @@ def test_text_that_the_terminal_cannot_show(checkpoint):
 
 
 def long_run(checkpoint, *arguments, **streams):
-    """A generation of many seconds."""
+    """Start a generation that takes many seconds."""
     options = ("--hf-overrides", '{"max_position_embeddings": 60000}', "--max-new-tokens", "50000", "--ignore-eos")
     model = ("-m", checkpoint, "--executor", "reference", "--temperature", "1")
     return start("generate", *model, *options, *arguments, **streams)
@@ -139,7 +139,7 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal(checkpoint, tmp_path):
 
 
 def read_terminal(descriptor):
-    """Everything until the other side is closed."""
+    """Return everything read from a terminal until its other side is closed."""
     chunks = []
     while True:
         try:

@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def json_of(capsys):
-    """Exit code and JSON object of a command."""
+    """Return a function that runs a command with --json and returns its exit code and its JSON object."""
 
     def run(*arguments):
         code = main([*map(str, arguments), "--json"])

@@ -1,4 +1,4 @@
-"""Speculation on the command line: the same text, what it cost, and where a result is simulated."""
+"""Speculation on the command line: unchanged text, its statistics, and simulated results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collections of garbage are put off for a start, and come back with its end, however it ends."""
+"""Garbage collection is off during a start and on again when the start ends, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `cpmrt quantize` and `cpmrt convert` copy beside the weights: files of the model's folder, and no others."""
+"""Files that `cpmrt quantize` and `cpmrt convert` copy beside the weights: those of the model's folder, and no
+others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell completion in the shells themselves, and that no option is forgotten."""
+"""Shell completion, run in the shells themselves, and its list of options, which must be complete."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_unknown_shell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def on_a_terminal(line: list[str], **environment: str) -> str:
-    """Return what a command shows on a terminal."""
+    """Return the text that a command shows on a terminal."""
     shown, exit_code = shown_on_terminal(lambda terminal: subprocess.Popen(
         [sys.executable, "-m", "cpmrt", *line], cwd=Path(__file__).parents[2], stdout=terminal, stderr=terminal,
         env={**os.environ, "TERM": "xterm-256color", **environment},

@@ -1,4 +1,5 @@
-"""The device's context and cuBLASLt are begun beside imports: once, without a word where there is no driver."""
+"""Creation of the device's context and of cuBLASLt during imports: it happens once, and silently fails without a
+driver."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cpmrt.executor_choice import begin_device
 
 
 class Driver:
-    """libcuda as ctypes shows it, which notes its calls."""
+    """Stand-in for libcuda loaded by ctypes that notes the calls made to it."""
 
     def __init__(self, failing=()):
         self.calls, self._failing = [], failing
@@ -31,7 +32,7 @@ class Driver:
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Waits for the threads that were begun; an error in one fails the test."""
+    """An object whose `join` waits for the threads that were begun; an error in one of them fails the test."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
     yield SimpleNamespace(join=lambda: [each.join() for each in threading.enumerate() if each.name == "cpmrt-context"])
@@ -60,7 +61,7 @@ def test_a_thread_creates_it(monkeypatch, threads, failing, expected):
 
 
 def test_without_cupy_the_device_stays_as_it_is(monkeypatch):
-    """Nobody could use the context, whose memory would stay taken."""
+    """Without CuPy no context is created: nothing could use it, and its memory would stay taken."""
     monkeypatch.setattr(executor_choice, "find_spec", lambda name: None)
     monkeypatch.setattr(context, "begin_context", lambda: pytest.fail("there is no CuPy"))
     begin_device(EngineConfig("auto", "auto", None, None, "auto"))

@@ -33,14 +33,15 @@ def tokens_in(bits):
 
 
 def seen_by(matcher):
-    """Return what a matcher of llguidance tells of its state."""
+    """Return everything that a matcher of llguidance tells about its state."""
     state = matcher.is_stopped(), matcher.is_accepting(), matcher.is_error()
     return (*state, [] if matcher.is_stopped() else matcher.compute_ff_tokens(), matcher.compute_bitmask())
 
 
 @pytest.mark.parametrize("number", range(len(FORMS)))
 def test_each_place_of_a_tree_is_that_of_a_copy(grammars, number):
-    """Places are visited in any order, those behind the end of an answer among them."""
+    """A cursor that goes to any place of a tree, in any order and past an answer's end too, is in a copy's state
+    there."""
     rng = random.Random(number)
     cursors = grammars.matcher(FORMS[number], Thought())()._cursors
     cursor = cursors.first
@@ -99,7 +100,7 @@ def test_a_fork_of_an_answer_that_waits_shares_what_follows(grammars):
 
 
 def test_a_long_answer_is_freed():
-    """A chain of objects that is as long as an answer must not be freed by a recursion."""
+    """Places chained over a whole answer are freed without a recursion as deep as the answer is long."""
     place = Place(None, ())
     for _ in range(200_000):
         place = Place(place, (1,))

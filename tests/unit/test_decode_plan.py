@@ -1,4 +1,4 @@
-"""How many blocks share a row's runs of pages: all of them at once on the device, as far as that can be."""
+"""The number of blocks that share a row's runs of pages: all run on the device at once where possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def constants_of(
     rows: int, shape: GroupedAttention = EIGHT_B, arch: int = 90, *, is_fp8: bool = False,
     length: RowLength | None = None,
 ) -> DecodeConstants:  # fmt: skip
-    """The constants of a step of plain rows; what it launches fits the device, and has all rows and runs."""
+    """Return the constants of a step of plain rows, and check that its launch fits the device and covers all rows and
+    runs."""
     device = known_device(f"sm_{arch}", 132)
     plan = DecodePlan.of(shape, device, 131_072, is_fp8=is_fp8)
     one = step_launch(plan, rows, is_tree=False, length=length)
@@ -62,7 +63,8 @@ def test_long_rows_have_pairs_of_blocks_where_these_fill_the_device(
 
 
 def test_which_steps_have_a_graph_of_their_own_for_long_rows() -> None:
-    """Those of eight wide rows over two KV heads; none where rows choose blocks."""
+    """Only steps of eight rows with wide heads over two KV heads have a long-row graph, and none where rows choose
+    blocks."""
     anything: Any = None
     narrow = GroupedAttention(16, 2, 64)
     for shape, chooses, counts in ((EIGHT_B, False, [8]), (EIGHT_B, True, []), (narrow, False, [])):
@@ -107,14 +109,15 @@ def plan_on(
 
 
 def of_each_length(plan: AttentionPlan, *, is_tree: bool = False, **options: Any) -> list[AttentionLaunch]:
-    """The launches of one row: a short one, one of any length, a long one."""
+    """Return the launches of one row whose length is short, unknown and long."""
     lengths: tuple[RowLength | None, ...] = ("short", None, "long")
     return [step_launch(plan.decode, 1, is_tree=is_tree, **options, length=length) for length in lengths]
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_a_short_row_alone_has_one_cluster_for_each_kv_head(is_fp8: bool) -> None:
-    """The cut, and so the bits, are the same."""
+    """A short row alone gets one cluster per KV head; its number of splits, and so its bits, are those of any
+    length."""
     plan = plan_on(known_device("sm_90", 132), is_fp8=is_fp8)
     short, unknown, long = of_each_length(plan)
     assert plan.has_short_launch(1) and short.grid == (8, 2, 1)
@@ -126,7 +129,8 @@ def test_a_short_row_alone_has_one_cluster_for_each_kv_head(is_fp8: bool) -> Non
 
 
 def test_a_short_row_alone_is_launched_as_any_where_that_has_one_cluster_too() -> None:
-    """Fourteen KV heads fill the device."""
+    """With fourteen KV heads, which fill the device, a row of any length has one cluster per KV head as a short one
+    has."""
     plan = plan_on(known_device("sm_90", 132), GroupedAttention(28, 14, 128))
     short, unknown, _ = of_each_length(plan)
     assert short == unknown and short.grid == (8, 14, 1) and not plan.has_short_launch(1)
@@ -143,7 +147,7 @@ def test_without_clusters_no_length_counts(device: Device) -> None:
 
 
 def test_which_short_rows_are_launched_otherwise() -> None:
-    """One that is alone, where there is room for more than a cluster for each head, and a text may become long."""
+    """Only a row alone has a short launch, and only where the device has room for more than one cluster per KV head."""
     device, many_heads = known_device("sm_90", 132), GroupedAttention(36, 36, 64)
     assert [rows for rows in (1, 2, 4, 8, 16, 32, 64) if plan_on(device).has_short_launch(rows)] == [1]
     assert plan_on(replace(device, capability=100, whole_clusters=0)).has_short_launch(1)
@@ -160,7 +164,8 @@ def test_where_no_text_becomes_long_one_row_is_always_launched_as_a_short_one() 
 
 
 def test_blocks_share_multiprocessors_where_clusters_do_not_find_whole_ones() -> None:
-    """The cut, and so the bits, are the same on such a board."""
+    """Where whole clusters find no free multiprocessors, blocks share them, and the number of splits, so the bits,
+    stay."""
     device = replace(known_device("sm_90", 132), whole_clusters=13)
     plan = DecodePlan.of(EIGHT_B, device, 131_072)
     one = plan.launch(1, plan.constants)

@@ -68,7 +68,7 @@ def tokenizer(request, tmp_path_factory):
 
 
 def token_ids(tokenizer):
-    """Ids with bytes, special tokens, ids without a token and what is hard to decode drawn often."""
+    """Return a strategy of token id lists: bytes, special tokens, ids without a token, often those hard to decode."""
     hard = [tokenizer.token_id(text) for text in ["▁", "▁a", "\n", "你", "<s>", "<tool>", "ä½", "<|end|>"]]
     hard += [tokenizer.token_id(f"<0x{byte:02X}>") for byte in b"\xf0\x9f\x91\xa8\xe4\xbd\xa0 a\xff\xed\xa0"]
     known = [token_id for token_id in hard if token_id is not None]
@@ -92,7 +92,7 @@ def test_pieces_join_to_what_decoding_at_once_gives(tokenizer, data):
 @given(st.data())
 def test_pieces_are_what_the_output_adds_to_the_prompt(tokenizer, data):
     prompt, ids = data.draw(token_ids(tokenizer)), data.draw(token_ids(tokenizer))
-    before = Detokenizer(tokenizer)  # never flushed: an open character belongs to the output
+    before = Detokenizer(tokenizer)  # without a flush, so that an incomplete character stays in the output
     assert before.push(prompt) + stream(Detokenizer(tokenizer, prompt), ids) == tokenizer.decode(prompt + ids)
 
 

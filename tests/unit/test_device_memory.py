@@ -1,4 +1,4 @@
-"""Memory of the device without a device: when it is freed, and how often."""
+"""Freeing of device memory, without a device: when it happens, and that it happens once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpmrt.cuda.driver.device_memory import DeviceBuffer
 
 
 class LostContextError(Exception):
-    """What CuPy raises where a call of the runtime fails."""
+    """Stand-in for the error that CuPy raises when a call of the CUDA runtime fails."""
 
 
 class Runtime:

@@ -1,4 +1,5 @@
-"""The Python of README and docs/ runs, with the bundled model for those of a hub; the reference has every setting."""
+"""Python code of README and docs/ runs, with the bundled model in place of hub models; the reference has every
+setting."""
 
 from __future__ import annotations
 

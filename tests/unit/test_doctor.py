@@ -1,4 +1,5 @@
-"""`cpmrt doctor`: what it finds on machines of all kinds, what it says is missing, and the commands that mend it."""
+"""`cpmrt doctor`: its findings on machines of all kinds, the missing parts it names, and the commands that mend
+them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_doctor(capsys):
 
 
 def json_of_doctor(capsys):
-    """Exit code and JSON object."""
+    """Run `cpmrt doctor --json` and return its exit code and its JSON object."""
     code = main(["doctor", "--json"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -114,7 +115,7 @@ def test_cache_folder(monkeypatch, tmp_path):
 
 
 def test_a_user_without_a_home(monkeypatch, capsys):
-    """As in a container that runs as a user it does not know: its folders are those that HOME=/ gives."""
+    """A user without a home, as in a container that does not know its user id, gets the folders that HOME=/ gives."""
     for name in ("HOME", "CPMRT_CACHE_DIR", "CPMRT_STATE_DIR", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
@@ -154,7 +155,7 @@ int cuGetErrorName(int e, const char **s) { *s = "CUDA_ERROR_NO_DEVICE"; return 
 
 
 def fake_driver(tmp_path, monkeypatch, failure):
-    """A libcuda that says what it is told to."""
+    """Build a libcuda that fails as `failure` says, and have ctypes load it."""
     source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(DRIVER_SOURCE)
     try:

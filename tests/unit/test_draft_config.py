@@ -1,4 +1,5 @@
-"""What a draft's folder says, compared with its target: both name families, and every disagreement by name."""
+"""Reading a draft's folder against its target: both families of tensor names, and every disagreement refused by
+name."""
 
 from __future__ import annotations
 
@@ -96,7 +97,8 @@ def test_eagle3_taps_an_early_a_middle_and_a_late_layer():
 
 
 def test_eagle2_has_the_divisor_and_the_embedding_scale_of_the_target():
-    """The target's head reads what the draft gives, so the same divisor applies."""
+    """An EAGLE-2 draft without its own takes the target's logit divisor, as it uses the target's head, and its
+    scale_emb."""
     draft = read({k: v for k, v in DRAFT.items() if k not in ("scale_emb", "dim_model_base")}, eagle2_tensors())
     assert (draft.decoder.logit_divisor, draft.decoder.scale_emb) == (HIDDEN / 16, 4.0)
 
@@ -299,7 +301,8 @@ def test_what_the_forward_does_not_do_is_refused():
 
 
 def test_everything_of_a_draft_is_in_the_plan(tmp_path):
-    """Weights, pages, tables and workspace: the same for every executor."""
+    """The memory plan holds a draft's weights, KV pages, tables and workspace, and leaves the target's parts
+    unchanged."""
     draft = opened(tmp_path, eagle3_tensors(), EAGLE3, "eagle3")
     settings = EngineConfig(max_sequences=2, prefill_chunk=32)
     plan = plan_model(MINICPM, settings, itemsize=2, max_context=200, draft=draft)

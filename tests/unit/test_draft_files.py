@@ -1,4 +1,4 @@
-"""The files of tools/train_draft.py, without torch: what is written, what reads it back, and the bundled drafts."""
+"""Files of tools/train_draft.py, without torch: writing them, reading them back, and the bundled drafts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BLOCKS = DraftConfig("dspark", 64, 96, 2, 1, 32, 259, 1e-6, 1.0, (1,), 2, 5, 7, 
 
 
 def drafted(method):
-    """A draft of the tiny checkpoint: config, random tensors, the ids of its head."""
+    """Return a draft for the tiny checkpoint: its config, random tensors, and the token ids of its head or None."""
     cut = replace(SIZES, method="eagle3", vocab_size=len(IDS), taps=(0, 1, 1))
     config = {"eagle2": SIZES, "eagle3": cut, "dspark": BLOCKS}[method]
     random = np.random.default_rng(3)

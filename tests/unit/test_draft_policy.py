@@ -22,7 +22,7 @@ SECONDS = (1.5, 2.2, 1.9, 2.6, 3.0)
 
 
 class Fixed:
-    """Always the same choice."""
+    """A policy that always makes the same choice."""
 
     def __init__(self, choice):
         self.choice = choice
@@ -35,7 +35,7 @@ class Fixed:
 
 
 def generate(policy, shapes, seconds, rate, *, tokens=500, lag=4, seed=0, since=0, looks_up=None):
-    """Time for the tokens after the first `since`, each: `rate(shape, depth, position)` is the chance to accept.
+    """Return the time per token after the first `since`; `rate(shape, depth, position)` is the chance to accept.
 
     `looks_up(position)`: whether a draft step there looks up its draft; None: no shape does.
     """
@@ -88,7 +88,8 @@ def test_whatever_the_steps_cost_it_loses_three_per_cent_at_most(shapes, data):
 @pytest.mark.parametrize("tokens", [20, 50, 100])
 @pytest.mark.parametrize("shapes", [TREES, CHAINS])
 def test_short_answers_one_after_another_lose_three_per_cent_at_most(shapes, tokens):
-    """Only the first one pays for finding out; and where drafts are right each begins with them."""
+    """Only the first of several answers pays for trying drafts out, and where drafts are right the later ones begin
+    with them."""
     seconds, policies = SECONDS[: 1 + len(shapes)], [None]
 
     def costs(rate):
@@ -128,7 +129,7 @@ def test_rates_that_differ_by_depth(rates):
 
 
 def test_a_shape_that_is_better_than_the_rates_of_another_say_is_found():
-    """A large tree is right more often at every depth than the small one that is tried first."""
+    """The policy finds a large tree that is accepted more often at every depth than the small one it tried first."""
     seconds = (1.0, 1.8, 1.8, 1.9, 2.2)
 
     def rate(choice, depth, _):
@@ -143,7 +144,7 @@ def test_a_shape_that_is_better_than_the_rates_of_another_say_is_found():
     ("share", "tree_rate"), [(0.5, 0.7), (0.3, 0.85), (0.7, 0.4), (0.0, 0.6), (0.0, 0.9), (0.2, 0.9)]
 )
 def test_lookups_beside_trees_hide_from_nobody_what_a_deeper_tree_gives(share, tree_rate, seconds):
-    """A tree ends where its passes do, however often it was right, and a lookup goes on."""
+    """Long accepted lookups do not hide a deeper tree's gain: a tree ends with its passes, a lookup goes on beyond."""
     shapes = tuple(replace(shape, lookup_length=11) for shape in TREES)
 
     def looks_up(position):

@@ -1,4 +1,4 @@
-"""What a DSpark draft's folder says, compared with its target: as published, and every disagreement by name."""
+"""Reading a DSpark draft's folder against its target: the published draft, and every disagreement refused by name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def opened(tmp_path, tensors, changes=(), **wishes):
 
 
 def test_the_draft_of_minicpm5_as_published():
-    """62 tensors and 323,776,001 parameters; rope is named under rope_parameters alone."""
+    """The published draft has 62 tensors and 323,776,001 parameters, and its RoPE is read from rope_parameters
+    alone."""
     draft = read_dspark(MINICPM5_2B_DSPARK, None, ModelConfig.from_hf(MINICPM5_2B), WISH)
     sources = {source.name: source.shape for spec in tensor_specs(draft) for source in spec.sources}
     assert len(sources) == 62 and sum(map(prod, sources.values())) == 323_776_001
@@ -75,7 +76,7 @@ def test_the_draft_of_minicpm5_as_published():
     assert sources["confidence_head.proj.weight"] == (1, 2304)
     assert sources["layers.4.self_attn.k_norm.weight"] == (128,)
     assert draft.block == Block(7, 75982, 256, True)
-    # What leaves a layer enters the next one.
+    # The output of a layer is tapped as the input of the next one.
     assert (draft.taps, draft.hidden_width) == ((2, 11, 21, 31, 40), 5 * 2048)
     config = draft.layers_config
     assert (config.rope.theta, config.num_layers, config.attention.qk_norm) == (5e6, 5, True)
@@ -118,7 +119,8 @@ def test_the_tensors_are_compared_with_the_config(tmp_path):
 
 
 def test_an_embedding_and_a_head_that_come_along(tmp_path):
-    """Drafts for Qwen3 hold both: copies are left out, another head is used, another embedding is refused."""
+    """Drafts may bring both, as for Qwen3: copies of the target's are left out, another head is used, another
+    embedding refused."""
     target, tensors = target_tensors(), dspark_tensors()
     embedding, head = target["model.embed_tokens.weight"], target["lm_head.weight"]
     copies = {"embed_tokens.weight": embedding, "lm_head.weight": head}

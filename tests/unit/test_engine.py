@@ -25,7 +25,7 @@ def tokens_of(engine, seq):
 
 @st.composite
 def limits_of_executors(draw):
-    """With and without drafts, known costs and pages."""
+    """Draw limits of an executor: with or without drafts, known step costs and pages."""
     shapes = draw(st.sampled_from([(), *TREE_SHAPES]))
     seconds = st.floats(0.5, 4.0)
     return ExecutorLimits(
@@ -112,7 +112,7 @@ def test_decode_steps_come_between_the_chunks_of_a_long_prompt():
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_a_plain_step_takes_the_engine_few_calls(count):
-    """What it costs the host is time that a small GPU's cores do not have; each call takes some 0.1 us."""
+    """A plain step makes few calls in the engine: each takes about 0.1 us of a small GPU's host, which is slow."""
     engine = Engine(ScriptedExecutor(ExecutorLimits(8, 200, 64, 4)), prefix_cache=False)
     for _ in range(count):
         engine.add(request([1, 2], new=150))
@@ -162,7 +162,7 @@ def test_a_request_that_fills_the_context_exactly_runs():
 
 
 class FailsOnce(ScriptedExecutor):
-    """Raises at one submission, as an interrupt or a device fault would."""
+    """An executor that raises at one submission, as an interrupt would."""
 
     def __init__(self, limits, fail_at):
         super().__init__(limits)
@@ -308,12 +308,12 @@ def test_a_logit_bias_that_the_executor_cannot_do_is_refused():
 
 
 class FailsWhileRunning(ScriptedExecutor):
-    """A step that is submitted and then fails."""
+    """An executor whose fifth step is submitted and then fails while it runs."""
 
     def run_one(self):
         if len(self.steps) == 4:
             step, _ = self.queue.popleft()
-            self.running[step.slots[0]].finished = True  # how far it came is not known
+            self.running[step.slots[0]].finished = True  # its progress is unknown
             raise RuntimeError("a fault")
         super().run_one()
 

@@ -20,7 +20,8 @@ from cpmrt.executor import Decode, Mask, Prefill, Speculate, TreeMasks
 
 
 class Drafting(ScriptedExecutor):
-    """Drafts what the grammar of a sequence gives; `grammars` has its number by the sequence's seed."""
+    """An executor that drafts what a sequence's grammar allows; `grammars` maps a sequence's seed to its grammar's
+    number."""
 
     grammars: dict[int, int | None] = {}  # noqa: RUF012 - replaced by each test
 
@@ -59,7 +60,7 @@ WANTED = st.tuples(
 
 
 def steady(num_tokens):
-    """Have trees follow trees after so many tokens without a certain one."""
+    """Return a patch that lets trees follow trees after `num_tokens` tokens without a certain one."""
     return patch.object(guide, "_STEADY_TOKENS", num_tokens)
 
 
@@ -93,7 +94,8 @@ def test_every_tree_gives_the_masked_continuation(limits, wanted, accuracy, draf
 @pytest.mark.parametrize("run_ahead", [1, 4])
 @pytest.mark.parametrize("shapes", TREE_SHAPES)
 def test_steps_that_bring_certain_tokens_are_not_drafted(run_ahead, shapes):
-    """Where nothing is certain a step drafts, but for the last token; no plain step comes before those that bring."""
+    """Steps without certain tokens draft, but for the last token, and no plain step precedes one with certain
+    tokens."""
     bring, others, drafted = 0, 0, 0
     for number in range(10):
         executor = drafting(limits(run_ahead, tree_shapes=shapes, takes_tree_masks=True), {1: number}, accuracy=0.9)
@@ -107,7 +109,7 @@ def test_steps_that_bring_certain_tokens_are_not_drafted(run_ahead, shapes):
 
 
 def test_drafts_give_certain_tokens_that_no_step_brings():
-    """Right drafts give as many tokens a step as those of a free answer."""
+    """Where no step may bring certain tokens, right drafts still give as many tokens per step as in a free answer."""
     for number in range(6):
         made = limits(4, certain_rows=0, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True)
         executor = drafting(made, {1: number}, accuracy=1.0)
@@ -201,7 +203,7 @@ def test_a_stop_within_certain_tokens_takes_nothing_back_from_the_drafts_before(
 
 
 def test_loans_do_not_wait_for_a_tree():
-    """While a slot is lent, whose holder may wait for the executor, steps have their masks when they are submitted."""
+    """While a slot is lent, steps have their masks when submitted, as the slot's holder may wait for the executor."""
     executor = drafting(
         limits(4, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 9}, accuracy=0.5
     )
@@ -224,7 +226,8 @@ def test_loans_do_not_wait_for_a_tree():
 
 
 def test_beside_others_a_tree_is_waited_for_as_soon_as_it_is_submitted():
-    """Who waits for it finds out what its nodes may be: nobody may go away meanwhile, and no step comes before."""
+    """Beside other sequences no step is in flight before a tree, whose masks the engine finds at once after submitting
+    it."""
     executor = drafting(
         limits(4, prefill_chunk=3, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 9}, accuracy=0.5
     )
@@ -246,7 +249,7 @@ def test_beside_others_a_tree_is_waited_for_as_soon_as_it_is_submitted():
 
 
 class WithoutRuns(Automaton):
-    """Several tokens may come, and after thirty of them six certain ones."""
+    """A grammar that allows several tokens at each place, but exactly one at each of six places after thirty tokens."""
 
     def _following(self, tokens):
         if 30 <= len(tokens) < 36:
@@ -256,7 +259,7 @@ class WithoutRuns(Automaton):
 
 @pytest.mark.parametrize("company", [False, True])
 def test_trees_follow_trees_while_nothing_certain_is_expected(company):
-    """The device has the next step before the host has read the last one's result; not while somebody else waits."""
+    """The next tree is submitted before the last one's result is read, unless another sequence waits."""
     shaped = limits(4, max_sequences=2, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True)
     executor, num_before = drafting(shaped, {}, accuracy=0.5), []
     submit, num_read = executor.submit, []
@@ -295,7 +298,8 @@ def test_trees_follow_trees_while_nothing_certain_is_expected(company):
 
 
 def test_a_cancelled_sequence_lets_its_tree_go():
-    """It is cancelled when its step is on its way, before anything has asked what the nodes may sample."""
+    """A sequence cancelled while its tree is in flight lets the tree go before anything has computed the nodes'
+    masks."""
     executor = drafting(limits(1, tree_shapes=(TreeShape.chain(3),), takes_tree_masks=True), {1: 7})
     heard, submit = [], executor.submit
     engine = Engine(executor, prefix_cache=False)
@@ -317,7 +321,8 @@ def test_a_cancelled_sequence_lets_its_tree_go():
 
 
 class Repeating(Automaton):
-    """Twelve tokens of three that may come, then 1 2 3 again and again for sixty tokens, one of two, and an end."""
+    """A grammar of twelve tokens with three choices each, sixty certain tokens 1 2 3 1 2 3 ..., one of two, and an
+    end."""
 
     def _following(self, tokens):
         if len(tokens) < 12:
@@ -327,7 +332,8 @@ class Repeating(Automaton):
 
 @pytest.mark.parametrize("others", [{}, {"tree_shapes": (TreeShape.chain(7),), "takes_tree_masks": True}], ids=str)
 def test_a_loop_within_certain_tokens_leaves_the_form_as_it_was(others, monkeypatch):
-    """The loop ends in the middle of a step, and the answer goes on behind it, not behind the step."""
+    """When a loop is found in the middle of a step, the answer and its form go on after the loop, not after the
+    step."""
     monkeypatch.setattr(guide, "_STEADY_TOKENS", 0)
     monkeypatch.setattr(loops, "LEAST_TOKENS", 24)
     engine = Engine(drafting(limits(4, **others), {}), prefix_cache=False)
@@ -370,7 +376,7 @@ def test_masks_of_a_tree_are_plain_data():
 
 
 def test_the_mask_of_a_root_is_found_while_the_draft_runs():
-    """Whoever waits for a step has it prepared, as often as it likes, until the nodes are known."""
+    """`prepare` computes the mask of a tree's root once, however often it is called, before the nodes are known."""
     asked = []
 
     class Asked(Repeating):

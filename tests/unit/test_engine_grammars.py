@@ -78,7 +78,8 @@ def test_rows_of_certain_tokens_are_those_that_there_is_room_for(run_ahead, comp
 
 @pytest.mark.parametrize("sizes", [(8, 16), ()], ids=str)
 def test_a_step_is_not_made_larger_for_few_certain_tokens(sizes):
-    """Seven of eight sequences are free, and the eighth has less than four certain tokens, mostly."""
+    """With fixed row sizes, a step of eight sequences is not enlarged for one to three certain tokens of one of
+    them."""
     executor = ScriptedExecutor(limits(4, max_sequences=8, row_sizes=sizes))
     engine = Engine(executor, prefix_cache=False)
     sequences = [engine.add(request([number], None, seed=number, new=60)) for number in range(7)]
@@ -91,7 +92,7 @@ def test_a_step_is_not_made_larger_for_few_certain_tokens(sizes):
 
 
 def test_other_sequences_decode_in_the_same_steps():
-    """A sequence under a grammar holds nobody up: with two of four, 4 x 40 tokens take little more than 40 steps."""
+    """Sequences under a grammar hold nobody up: four sequences of 40 tokens take little more than 40 steps."""
     executor = ScriptedExecutor(limits(run_ahead=4))
     engine = Engine(executor, prefix_cache=False)
     sequences = [engine.add(request([n], None, seed=n)) for n in range(3)]
@@ -105,7 +106,7 @@ def test_other_sequences_decode_in_the_same_steps():
 
 
 def test_a_sequence_runs_ahead_by_one_step():
-    """The step behind the one in flight is submitted before its mask is known."""
+    """The step after the one in flight is submitted before its mask is known."""
     executor = ScriptedExecutor(limits(run_ahead=4, max_sequences=1))
     unfilled = []
     submit = executor.submit
@@ -176,7 +177,7 @@ def test_an_executor_that_ignores_masks_is_found_out():
 
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 9))
 def test_a_pause_in_the_form_changes_nothing(run_ahead, max_thinking, number):
-    """A budget for thoughts that runs out where no thought is open pauses the sequence; it goes on as without."""
+    """A thinking budget that runs out where no thought is open pauses the sequence, which then goes on unchanged."""
     engine = Engine(ScriptedExecutor(limits(run_ahead)), prefix_cache=False)
     budget = ThinkingBudget(max_thinking, lambda token_ids: ())
     seq = engine.add(request([1, 2, 3], number, seed=1, thinking=budget))
@@ -220,7 +221,7 @@ def test_a_mask_is_plain_data():
     st.data(),
 )
 def test_nobody_waits_for_a_step_that_waits_for_its_mask(limits, wanted, data):
-    """When a slot is lent or taken, which may take long, every step in flight has its mask."""
+    """Every step in flight has its mask when a slot is lent or taken, as that may take long."""
     executor = ScriptedExecutor(limits)
     submit = executor.submit
 

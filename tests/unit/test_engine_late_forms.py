@@ -16,7 +16,7 @@ from cpmrt.executor import Decode, ExecutorLimits, Prefill
 
 
 class SecondMultiple:
-    """Binds with the second token that `of` divides, or before it if the one before was even."""
+    """A trigger that binds with the second multiple of `of`, or before that token if its predecessor was even."""
 
     def __init__(self, number, of):
         self.number, self.of, self.tokens = number, of, []
@@ -29,7 +29,7 @@ class SecondMultiple:
 
 
 def late_continuation(prompt, number, of, seed, new):
-    """What any engine must produce, as the shortest loop: the tokens, and how many of them are free."""
+    """Return the tokens that any engine must produce, found by the shortest loop, and how many of them are free."""
     tokens, trigger = list(prompt), SecondMultiple(number, of)
     for _ in range(new):
         token = next_token(tokens, seed)
@@ -82,7 +82,7 @@ def test_free_tokens_run_ahead_and_have_no_masks():
 
 @given(SHAPED, WANTED, st.integers(0, 2))
 def test_a_grammar_that_is_complete_with_its_trigger_ends_the_answer(limits, wish, spare):
-    """So does one that is complete with the last token for which there is room."""
+    """A grammar complete with its trigger ends the answer, also if the trigger is the last token there is room for."""
     prompt, number, of, new = wish
     whole, tokens = Automaton(number), list(prompt)
     while not whole.is_complete:

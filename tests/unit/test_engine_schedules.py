@@ -1,4 +1,4 @@
-"""All that an engine may be asked for at a time, in random order: each answer is what it is alone, and nothing is left.
+"""Random schedules of everything an engine does: each answer is what it is alone, and nothing is left behind.
 
 Answers that are free, under a form, under one that fails or binds late; thoughts, loops, log-probabilities; stops,
 cancels and loans in between; drafts for one and for several, with and without a policy.
@@ -27,7 +27,7 @@ from cpmrt.executor import Decode, ExecutorLimits, Speculate
 
 
 class Repeating(Automaton):
-    """A grammar whose answers repeat themselves, with a way out."""
+    """A grammar that allows mostly one repeating sequence of tokens, and a choice now and then."""
 
     def _following(self, tokens):
         if len(tokens) >= 70:
@@ -75,7 +75,7 @@ def drawn_limits(random: Random) -> ExecutorLimits:
 
 
 def alone(request: Request, certain_rows: int):
-    """Tokens, reason and error of an answer that nobody drafts for and nothing stands beside."""
+    """Return the tokens, finish reason and error type of a request that runs alone and without drafts."""
     limits = ExecutorLimits(1, 128, 16, run_ahead=1, takes_masks=True, certain_rows=certain_rows)
     engine = Engine(ScriptedExecutor(limits), prefix_cache=False)
     seq = engine.add(request)
@@ -88,7 +88,7 @@ def alone(request: Request, certain_rows: int):
 
 
 class Play:
-    """One engine with its requests, and what is done with them."""
+    """One engine with random requests, and the random actions on them."""
 
     def __init__(self, random: Random):
         self.random, self.limits = random, drawn_limits(random)
@@ -115,7 +115,7 @@ class Play:
             self.advance()
 
     def kill(self, seq) -> None:
-        """Stop it at a token that its reader has not seen yet, or cancel it."""
+        """Stop a sequence at a token that its reader has not seen yet, or cancel it."""
         num_unread = sum(len(result.token_ids) for result in seq.outbox)
         if num_unread and self.random.random() < 0.5:
             kept = seq.token_ids[: self.random.randint(len(seq.token_ids) - num_unread + 1, len(seq.token_ids))]
@@ -139,7 +139,7 @@ class Play:
             self.ended.append(seq)
 
     def check_masks(self) -> None:
-        """A tree's are there when `advance` returns, and all are while a slot is lent: whoever has it may wait."""
+        """Check that trees have their masks when `advance` returns, and all steps have theirs while a slot is lent."""
         for step, _ in self.executor.queue:
             if isinstance(step, Speculate) and step.masks:
                 assert step.masks.bits is not None

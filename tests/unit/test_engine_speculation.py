@@ -1,4 +1,4 @@
-"""The engine with an executor that drafts: which steps it submits, what it counts, and room at the end."""
+"""The engine with an executor that drafts: the steps it submits, its counts, and the room at a context's end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_drafts_that_fail_cost_little(run_ahead):
 
 
 def test_an_answer_begins_with_what_the_one_before_gave():
-    """Drafts fail: the first answer finds it out, the others go on trying now and then, where it is their turn."""
+    """Where drafts fail the first answer finds it out, and later answers begin with plain steps and try one draft now
+    and then."""
     limits = drafting(TreeShape(), step_seconds=(1.5, 2.2))
     executor = ScriptedExecutor(limits, accuracy=0.0)
     engine, num_tried = Engine(executor), []
@@ -124,7 +125,8 @@ def test_several_sequences_decode_plainly_and_the_last_one_is_drafted_for():
 @pytest.mark.parametrize("num_sequences", [2, 3, 5])
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_an_executor_that_drafts_for_several_takes_them_in_one_step(num_sequences, run_ahead):
-    """Beyond that many all decode plainly, and the tokens are those of plain decoding."""
+    """Up to three sequences are drafted for in one step, more decode plainly, and the tokens are those of plain
+    decoding."""
     limits = ExecutorLimits(5, 64, 16, run_ahead, tree_shapes=(TreeShape.chain(3),), max_drafting=(3,))
     executor = ScriptedExecutor(limits)
     engine = Engine(executor)
@@ -151,7 +153,8 @@ def test_a_text_repeats_where_its_last_three_tokens_came_before(parts):
 
 @pytest.mark.parametrize("lookup_length", [0, 5])
 def test_the_policy_hears_which_steps_looked_up_their_draft(lookup_length, monkeypatch):
-    """By the text at the root of each step's tree, though results come late.
+    """The policy hears whether a step looked up its draft, which the text at its tree's root decides, though results
+    are late.
 
     One token that came before counts as a match here: what the executor says hardly has three.
     """
@@ -181,7 +184,8 @@ def test_the_policy_hears_which_steps_looked_up_their_draft(lookup_length, monke
 
 
 def steps_of_several(accuracy, several_seconds, *, run_ahead=2, num_sequences=3, tokens=300):
-    """The decode steps of some sequences that end together, whose tokens are those of plain decoding."""
+    """Return the decode steps of several sequences that end together; check that the tokens are those of plain
+    decoding."""
     shapes = (TreeShape(2, 4, 6), TreeShape.chain(4))
     limits = ExecutorLimits(
         4, 512, 16, run_ahead, tree_shapes=shapes, max_drafting=(4, 2), step_seconds=(1.0, 1.2, 1.3),
@@ -232,7 +236,8 @@ def test_several_sequences_whose_costs_are_unknown_decode_plainly_under_a_policy
 @pytest.mark.parametrize("shapes", TREE_SHAPES)
 @pytest.mark.parametrize("num_pages", [0, 16])
 def test_a_context_that_is_filled_to_the_end(shapes, num_pages):
-    """Trees that reach past it are cut there, and nobody writes outside of the sequence's pages."""
+    """Trees that would reach past the context's end are cut there, and nothing is written outside of the sequence's
+    pages."""
     for new in (1, 2, 5, 40):
         limits = ExecutorLimits(1, 64, 16, 3, tree_shapes=shapes, num_pages=num_pages, page_size=4)
         executor = ScriptedExecutor(limits, accuracy=0.9)

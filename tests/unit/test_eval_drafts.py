@@ -1,4 +1,4 @@
-"""tools/eval_drafts.py: its figures are those of completions, it catches a draft that changes tokens, its prompts."""
+"""tools/eval_drafts.py: its figures equal those of completions, a draft that changes tokens is caught, its prompts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEW = 10
 QUESTION = "<|im_start|>user\nWhat is the purpose of json.dumps?<|im_end|>\n<|im_start|>assistant\n"
 CODE = "def read_lines(path):\n    with open(path) as file:\n        return file.read().splitlines()\n" * 9
 FEW_CHARACTERS = "".join(chr(33 + number * number % 21) for number in range(200))
-"""The small target knows the special tokens and the 21 bytes after the space."""
+"""A text of the 21 bytes after the space, which with the special tokens are all that the small target knows."""
 PROMPTS = {"code": [[1, 5, 6, 5, 6, 5], [1, 9, 3]], "chat": [[1, 7, 8, 4, 7, 8]]}
 FREQUENT = tuple(range(3, 23, 2))
 
@@ -68,7 +68,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def opened(folders):
-    """A function that opens the target with a variant; its draft is the name of a folder, or lookup."""
+    """A function that opens the target with a variant, whose draft is "lookup" or a folder's name."""
 
     def open_llm(variant=None):
         arguments = {} if variant is None else variant.arguments()
@@ -238,7 +238,7 @@ def test_the_command(folders, tmp_path, capsys):
 
 
 def test_a_small_model_alone_and_with_drafts_of_its_own(folders, capsys):
-    """The small model is the target itself: of the same tokens, its own draft takes fewer passes."""
+    """A small model, here the target itself, drafts the same tokens in fewer passes when it has a draft of its own."""
     command = command_of(folders, "--prompts=2", "--prompt-length=12", "--tokens=13", f"--draft={folders / 'target'}")
     assert eval_drafts.main([*command, "--shape=5,1,6", "--inner=../target", "--inner=lookup"]) == 0
     shown = capsys.readouterr().out.split("Tokens and passes of")[1]

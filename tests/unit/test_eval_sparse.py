@@ -29,7 +29,7 @@ from cpmrt.reference.sparse_attention import choose_blocks
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).resolve().parents[2] / "cpmrt/assets/demo/tokenizer.json"))
 TEXT = np.full(20_000, 300)
-"""No statement has this token."""
+"""Text of one token that no statement has."""
 FOUR_BLOCKS = Setting("four blocks", {"init_blocks": 1, "window_size": 64, "topk": 3, "dense_len": -1})
 
 
@@ -39,7 +39,7 @@ def statements():
 
 
 def runs(row, length, opening):
-    """Where statements begin, found by their first tokens."""
+    """Return the positions at which statements begin, found by their first tokens."""
     return [at for at in range(len(row) - length + 1) if tuple(row[at : at + len(opening)]) == opening]
 
 
@@ -125,7 +125,7 @@ def test_a_haystack_needs_room(statements):
 
 
 class Oracle:
-    """Stands in for an LLM that gives the token that follows, but at `wrong` positions; chunks of 100 tokens."""
+    """Stand-in for an LLM that predicts the next token right except at `wrong` positions, in chunks of 100 tokens."""
 
     def __init__(self, wrong=()):
         self.wrong, self.engine, self.executor = set(wrong), self, self

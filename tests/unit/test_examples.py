@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="the examples are 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run an example; what it writes on standard output and standard error."""
+    """Return a function that runs an example and returns its standard output and standard error."""
 
     def run(name: str, *arguments: str) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -43,7 +43,7 @@ def test_every_example_has_a_test_and_a_line_in_the_readme():
 @pytest.mark.all
 @pytest.mark.parametrize("name", sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"tool_calls"}))
 def test_every_example_takes_a_model(run, name):
-    """All but tool_calls take the bundled model; that one needs a chat template with a place for tools."""
+    """Every example runs on the bundled model but tool_calls, which needs a chat template with a place for tools."""
     if name == "server":
         pytest.importorskip("openai")
     out, _ = run(name, str(BUNDLED))
@@ -125,7 +125,7 @@ def test_tool_calls(run):
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_imports_what_is_public(path):
-    """What a reader copies must not come from modules that may change."""
+    """Examples import nothing from cpmrt's inner modules, which may change."""
     assert not re.search(r"^(?:from|import) cpmrt\.", path.read_text(encoding="utf-8"), re.M)
 
 

@@ -1,4 +1,5 @@
-"""Every plan of a mixture of experts holds what the launches of its steps and chunks take, whatever the settings."""
+"""The memory plan of a mixture of experts: its buffers hold what all launches of steps and chunks take, in any
+settings."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ STEP_BUFFERS = ("experts", "shares", "experts_inner", "expert_starts", "expert_o
 
 
 class Sizes:
-    """Holds each launch of a kernel of experts against the sizes of its arrays, and counts them."""
+    """A checker that compares each launch of an expert kernel with the sizes of its arrays, and counts the launches."""
 
     def __init__(self, device: Device):
         self.device, self.launches = device, Counter[str]()
@@ -58,7 +59,7 @@ class Sizes:
         next_bytes: Any, *rest: Any
     ) -> None:  # fmt: skip
         assert next_bytes % 16 == 0 and (next is None) == (next_bytes == 0)
-        # The stand-in for a packed weight has an element for each byte, that for a matrix one for each two.
+        # The stand-in for a packed weight is 1-D with an element per byte, for a matrix 2-D with one per two bytes.
         assert next is None or next_bytes == min(14 << 20, next.size * next.ndim)
         assert words.shape == (2 + TOP * INNER // 2 + TOP * 4 * HIDDEN,)
         assert chosen.shape == shares.shape == (1, TOP) and x.shape == (1, HIDDEN)
@@ -108,7 +109,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, arch: str, config: ModelConfig, **
 
 
 def live_apart(plan: MemoryPlan) -> None:
-    """What a layer's experts need together shares no byte."""
+    """Check that the step buffers which a layer's experts need at the same time do not overlap."""
     spans = sorted((plan.region(name).offset, plan.region(name).nbytes, name) for name in STEP_BUFFERS)
     for (start, size, name), (after, _, other) in zip(spans, spans[1:], strict=False):
         assert start + size <= after, (name, other)
@@ -122,14 +123,14 @@ def test_every_plan_has_the_buffers_of_experts(monkeypatch: pytest.MonkeyPatch, 
     for chunk, sequences in product(CHUNKS, (1, 3, 64)):
         for others in OTHERS if arch == "sm_90" else OTHERS[:1]:
             found = launches(monkeypatch, arch, config, prefill_chunk=chunk, max_sequences=sequences, **others).launches
-            # In 16 bits the last one's shared memory holds too little of the weights.
+            # In 16 bits the shared memory of the last case holds too little of the weights.
             row = {"experts_gate_up_row", "experts_down"} if (arch, bits) == ("sm_120", 16) else {"experts_row"}
             assert row | {"route", "experts_gate_up"} <= found.keys(), (chunk, sequences, others)
             assert found["group_pairs"] == found["experts_project"] == found["combine"] > 0, (chunk, sequences, others)
 
 
 def test_a_plan_without_a_buffer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check can fail: with room for the pairs of 64 rows only, chunks of 128 do not pass."""
+    """The check of launches fails when a plan has room for the pairs of 64 rows only and chunks are larger."""
     whole = products.expert_workspace
     monkeypatch.setattr(products, "expert_workspace", lambda specs, config, _: whole(specs, config, 64))
     config = ModelConfig.from_hf(SHAPE)

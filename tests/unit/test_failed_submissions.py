@@ -1,4 +1,4 @@
-"""Steps that fail while they are submitted, without a device: nothing is left for the step that has their number."""
+"""Steps that fail while they are submitted, without a device: nothing is left for the next step with their number."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ready(ring: MaskRing) -> list[int]:
-    """The words that the device compares with the number of its command."""
+    """Return the ready words of the mask ring, which the device compares with the number of its command."""
     words: list[int] = ring._ready_words[(NUMBER - 1) % RING_ENTRIES].tolist()
     return words
 
 
 def test_a_step_does_not_take_the_masks_of_one_that_was_never_launched() -> None:
-    """The sequences of the failed one are let go of, so that its rows may sample anything."""
+    """The masks of a step that was never launched, filled as free, do not count for the next step with its number."""
     ring, failed, masked = MaskRing(2, 9), Mask(), Mask()
     ring.write(NUMBER, (failed, None))
     failed.fill(None)
@@ -55,7 +55,8 @@ def test_nor_does_a_tree() -> None:
 
 
 def test_a_prompt_under_a_form_is_not_begun_where_its_first_token_cannot_be_sampled(executor: Any) -> None:
-    """The device would have taken a command that the host has not counted, and the next one would be another."""
+    """If capturing the first token's graph fails, the prompt is not started, so that host and device count the same
+    commands."""
     started = list[Any]()
 
     def refuse(key: Any, launches: Any) -> None:

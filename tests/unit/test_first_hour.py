@@ -1,4 +1,4 @@
-"""What somebody does in the first hour, and how each of it ends: with what was asked for, or with one line that helps.
+"""Actions of a user's first hour: each ends with what was asked for or with one line that helps.
 
 Commands run in this process; the server, Ctrl-C and pipes that close have processes of their own.
 """
@@ -30,7 +30,7 @@ LINE = "cpmrt: error: "
 
 @pytest.fixture(autouse=True)
 def fresh_machine(tmp_path, monkeypatch):
-    """An empty home without network, and the folder that somebody works in."""
+    """An empty home without network, and a working folder with prompt.txt."""
     for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "HF_HOME", "MODELSCOPE_CACHE", "CPMRT_STATE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -43,7 +43,7 @@ def fresh_machine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Run a command; its exit code, what it wrote, and its errors."""
+    """Return a function that runs a command and returns its exit code, standard output and standard error."""
 
     def run(*arguments: str, typed: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode()), encoding="utf-8"))
@@ -127,7 +127,8 @@ def test_inspect_for_programs(run):
 
 
 def test_an_empty_cache():
-    """In a process of its own: ModelScope's client looks for its cache once."""
+    """`cpmrt list` without any models prints only a hint; a process of its own, as ModelScope's client finds its cache
+    once."""
     command = [sys.executable, "-m", "cpmrt", "list"]
     done = subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
@@ -143,7 +144,7 @@ def test_a_chat_through_a_pipe_that_is_saved(run):
 
 
 def test_readme_from_python(capsys):
-    """The snippet runs as it stands."""
+    """The Python snippet of README.md runs as it stands."""
     source = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     exec(compile(source, "README.md", "exec"), {})
     assert "KV pages" in capsys.readouterr().out
@@ -182,7 +183,7 @@ def test_ctrl_c_ends_a_generation():
 
 @pytest.fixture(scope="module")
 def server():
-    """`cpmrt serve` as it is started by hand, and its address."""
+    """The address and the process of `cpmrt serve`, started as by hand."""
     pytest.importorskip("uvicorn")
     with program("serve", "--port", "0", stderr=subprocess.PIPE) as child:
         address = next(found[0] for line in child.stderr if (found := re.search(r"http://[\d.:]+", line)))
@@ -242,6 +243,6 @@ def test_a_port_that_is_taken(server, run):
 
 
 def test_the_server_stops_when_told(server):
-    """The last test of it: Ctrl-C."""
+    """Ctrl-C ends the server with exit code 130; this must be the last test that uses it."""
     server[1].send_signal(signal.SIGINT)
     assert server[1].wait(30) == 130

@@ -1,4 +1,4 @@
-"""Files of a model's folder: what is absent, what cannot be read, and links that lead elsewhere."""
+"""Files of a model's folder: absent ones, unreadable ones, and links that lead elsewhere."""
 
 import json
 import os
@@ -113,7 +113,8 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(tmp_path, name):
 
 
 def test_repositories_of_the_cache_may_share_a_blob(tmp_path):
-    """Newer versions of the hub's library keep a blob once for all repositories; those have a link to it."""
+    """A repository's blob may be a link to one shared by all repositories, as newer versions of the hub's library have
+    it."""
     repository, shared = tmp_path / "models--org--name", tmp_path / "blobs" / "ab"
     snapshot = repository / "snapshots" / "abc"
     for folder in (snapshot, repository / "blobs", shared):

@@ -1,4 +1,5 @@
-"""Words of every 4-bit file format: round trips, and places told by the formats' own definitions."""
+"""Packed words of every quantised file format: round trips, and the place of a code as the format's definition has
+it."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def one(n: int, k: int, size: tuple[int, int] = (128, 64)) -> Array:
 
 
 def place(words: Array) -> tuple[int, int, int]:
-    """Row, column and nibble of the only non-zero code."""
+    """Return the row, column and nibble of the only non-zero code."""
     ((row, column),) = np.argwhere(words)
     return int(row), int(column), int(words.view(np.uint32)[row, column]).bit_length() // 4 - 1
 
@@ -102,7 +103,8 @@ def test_where_a_code_lies(pack: Callable[[Array], Array], expected: tuple[int, 
 
 
 def test_where_marlin_puts_a_code() -> None:
-    """Lane (n % 8) * 4 + (k % 8) / 2 of the tensor-core fragment holds it: four words a lane, one for each tile."""
+    """Marlin puts a code in lane (n % 8) * 4 + (k % 8) / 2 of the MMA fragment: four words per lane, one for each
+    tile."""
     for n, k in ((0, 0), (77, 29), (127, 63), (8, 1), (64, 8)):
         row, column, nibble = place(MARLIN.codes.pack(one(n, k)))
         lane, tile = n % 8 * 4 + k % 8 // 2, n % 64 // 16
@@ -111,7 +113,8 @@ def test_where_marlin_puts_a_code() -> None:
 
 
 def test_codes_of_8_bits() -> None:
-    """Four neighbouring input features in a word; zero points of four outputs, version 1 minus one."""
+    """A word holds 8-bit codes of four neighbouring input features, or zero points of four outputs, in version 1 minus
+    one."""
     u = np.random.default_rng(0).integers(0, 256, (12, 16), np.uint8)
     words, zeros = GPTQ_HEAD.codes.pack(u).view(np.uint32), GPTQ_HEAD.zeros
     assert [words[7 // 4, 5] >> 8 * (7 % 4) & 255, words[3, 11] & 255] == [u[5, 7], u[11, 12]]
@@ -141,7 +144,7 @@ def test_marlin_scale_orders() -> None:
 
 
 def test_a_format_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A code a byte, rows as in the matrix: declared here, found, checked and read without a change elsewhere."""
+    """A new format, here one byte per code, is found, checked and read once declared, without a change elsewhere."""
     toy = Format(
         "toy",
         number=9,

@@ -21,7 +21,8 @@ MODEL = ModelConfig.from_hf({
     "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 65536,
 })  # fmt: skip
 SHARED_OF_SM = {80: 164, 87: 164, 90: 228, 100: 228, 86: 100, 89: 100, 120: 100}
-"""KiB, of which a block takes one more than it asks for (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""KiB of shared memory per multiprocessor; a block takes one more than it asks for (CUDA C++ Programming Guide,
+"Compute Capabilities")."""
 
 
 LOOKUP = Blueprint(

@@ -44,7 +44,7 @@ def test_types_without_blocks_have_the_numbers_of_the_package():
 
 @ALL
 def test_parts_are_the_codes_and_scales_of_groups(name):
-    """codes x scale + offset of a column's group is its value, and codes are as small as the type's bits say."""
+    """A value equals code x scale + offset of its group, and codes have no more values than the type's bits allow."""
     row = BLOCK_TYPES[name]
     with np.load(GOLDEN) as golden:
         rows, values = golden[f"{name}.rows"], golden[f"{name}.values"]
@@ -61,7 +61,7 @@ def test_parts_are_the_codes_and_scales_of_groups(name):
 
 @ALL
 def test_rows_may_be_any_view(name):
-    """Rows that are every other one, backwards, unpack like their copies."""
+    """Rows that are a strided, reversed view unpack like a contiguous copy."""
     row = BLOCK_TYPES[name]
     rows = np.random.default_rng(1).integers(0, 120, (9, 2 * row.nbytes), dtype=np.uint8)
     with np.errstate(all="ignore"):

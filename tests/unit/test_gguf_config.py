@@ -1,4 +1,4 @@
-"""What the keys of a GGUF file say becomes a config; keys that say nothing sensible are errors, never crashes."""
+"""Reading a config from the keys of a GGUF file: keys without a sensible value are errors, never crashes."""
 
 import gguf_files as files
 import gguf_models as models
@@ -37,7 +37,7 @@ def good(tmp_path_factory):
 
 
 def changed(path, out, key=None, value=None, *, without=(), tensors=()):
-    """Write the file again with a key replaced or left out, and more tensors."""
+    """Write the file again to `out` with a key replaced, keys left out, or tensors added, and return its path."""
     with GgufFile.open(path) as file:
         parts = []
         for name, entry in file.entries.items():
@@ -51,7 +51,7 @@ def changed(path, out, key=None, value=None, *, without=(), tensors=()):
 
 
 def encoded(content):
-    """The value of a key as it was in the file, but for the width of numbers."""
+    """Return the encoded value of a key as it was in the file, except for the width of numbers."""
     if isinstance(content, (bool, np.bool_)):
         return files.value(files.BOOL, content)
     if isinstance(content, int):
@@ -65,7 +65,7 @@ def encoded(content):
 
 
 def opened(path):
-    """Everything that opens a model reads."""
+    """Read everything that is read when a model is opened, and return its folder."""
     folder = ModelFolder.open(path)
     Tokenizer.open(path, vocab_size=folder.config.vocab_size)
     ChatTemplate.open(path)
@@ -154,7 +154,7 @@ def test_rotary_scalings(good, tmp_path, kind, keys, expected):
 
 @pytest.mark.parametrize("key", ["scale_linear", "scaling.factor"])
 def test_a_factor_without_a_kind_is_linear(good, tmp_path, key):
-    """As llama.cpp reads it: the first files had no kind."""
+    """A RoPE scaling factor without a kind, as in the first GGUF files, is linear scaling, as llama.cpp reads it."""
     path = changed(good, tmp_path / "a.gguf", f"minicpm.rope.{key}", (files.F32, 4.0), without=PLAIN)
     rope = opened(path).config.rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)

@@ -26,7 +26,7 @@ ERRORS = {
     "Q8_0": 0.006, "Q6_K": 0.02, "Q5_K": 0.039, "Q5_1": 0.038, "Q5_0": 0.043, "Q4_K": 0.076, "Q4_1": 0.075,
     "Q4_0": 0.085, "IQ4_NL": 0.079, "IQ4_XS": 0.079, "Q3_K": 0.152, "Q2_K": 0.28, "TQ2_0": 0.83,
 }  # fmt: skip
-"""Of weights drawn from a normal distribution: root of the mean squared error, relative."""
+"""The greatest relative root mean squared error of each block type on normally distributed weights."""
 
 
 def normal(rows=64, columns=512):
@@ -51,7 +51,7 @@ def test_error_is_no_larger_than_that_of_the_package(name):
 
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_what_a_type_can_say_stays_nearly_as_it_is(name):
-    """Rows that come from blocks are found again up to the rounding of scales."""
+    """Values that came from blocks are quantised to nearly the same values again, up to the rounding of scales."""
     kind = BLOCK_TYPES[name]
     values = kind.values(quantise_rows(name, normal()))
     found = kind.values(quantise_rows(name, values))
@@ -90,7 +90,7 @@ def test_there_and_back_keeps_every_bit(tmp_path, architecture):
     made = ModelFolder.open(tmp_path / "made.gguf")
     to_safetensors(made, tmp_path / "back")
     for config in (made.config, ModelFolder.open(tmp_path / "back").config):
-        rope = config.rope  # the weight of LongRoPE stands there as a number, which the folder leaves to its rule
+        rope = config.rope  # the file states LongRoPE's attention factor, which the source folder leaves to its rule
         assert replace(config, rope=replace(rope, attention_factor=None)) == folder.config
     expected = load_file(source / "model.safetensors")
     with Checkpoint.open(tmp_path / "back") as found:
@@ -114,13 +114,13 @@ def test_a_file_has_the_scales_of_the_model(tmp_path, architecture):
 
 
 def first_tier(names, first):
-    """Cases of which only some run in the first tier."""
+    """Return the names as cases, of which only those in `first` run in the first tier."""
     return [name if name in first else pytest.param(name, marks=pytest.mark.all) for name in names]
 
 
 @pytest.mark.parametrize("kind", first_tier(FILE_TYPES, ("bf16", "q8_0", "q4_k")))
 def test_a_file_made_here_runs_as_its_weights(tmp_path, kind):
-    """The logits are those of the matrices as the package that defines the format reads them."""
+    """A converted file gives the logits of its weights as the gguf package dequantises them."""
     gguf = pytest.importorskip("gguf")
     pair = models.write_pair(tmp_path, "minicpm", lambda name: "F32")
     to_gguf(ModelFolder.open(pair.folder), tmp_path / "made.gguf", kind)
@@ -187,7 +187,8 @@ def test_the_name_of_the_file_says_the_format(tmp_path):
 
 
 def test_what_is_not_ternary_is_told(tmp_path, caplog):
-    """Ternary blocks of other weights are noise, and nothing else says so."""
+    """Converting weights that are not ternary to ternary blocks warns, as they become noise; ternary ones give no
+    warning."""
     to_gguf(ModelFolder.open(BUNDLED), tmp_path / "plain.gguf", "tq2_0")
     assert "48 matrices are not" in caplog.text and "q2_k" in caplog.text
     caplog.clear()

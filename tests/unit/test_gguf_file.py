@@ -1,4 +1,4 @@
-"""The GGUF reader: what a file holds comes out as it is, and what is no proper file is refused by name."""
+"""The GGUF reader: contents are read unchanged, and malformed files are refused by name."""
 
 import shutil
 
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
 
 
 def test_flipped_bytes_of_the_header_do_no_harm(tmp_path):
-    """Any byte may be anything: the file opens, or ends in one of our errors."""
+    """A file with a flipped bit in its header either opens or raises an error of cpmrt that names the file."""
     raw, path = files.good().encoded(), tmp_path / "bad.gguf"
     random, opened = np.random.default_rng(0), 0
     for place in random.integers(0, len(raw) - 500, 400):

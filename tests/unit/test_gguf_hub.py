@@ -1,4 +1,4 @@
-"""GGUF files in repositories of a hub: which one a name means, and what is fetched."""
+"""GGUF files in repositories of a hub: choosing the file that a name means, and fetching it."""
 
 from __future__ import annotations
 

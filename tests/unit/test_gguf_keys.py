@@ -1,4 +1,4 @@
-"""What the config of a model says stands in the keys of a GGUF file made of it, or is refused."""
+"""Writing a model's config to the keys of a GGUF file, and refusing configs that the keys cannot express."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from cpmrt.weights.repository import Repository
 
 
 def made_of(folder, target=None):
-    """The path of a file in bfloat16 made of a folder."""
+    """Make a GGUF file in bfloat16 of a folder and return its path."""
     path = target or folder.with_name(f"{folder.name}.gguf")
     to_gguf(ModelFolder.open(folder), path, "bf16")
     return path
@@ -41,7 +41,7 @@ def name_in(path):
 
 
 def test_value_heads_of_latent_attention_keep_their_size(tmp_path):
-    """They may be of another than hidden_size / num_attention_heads, which is 16 here."""
+    """The value heads' size is kept even if it is not hidden_size / num_attention_heads, which is 16 here."""
     sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 24}
     names = {"architectures": ["MiniCPM3ForCausalLM"], "num_key_value_heads": 4}
     folder = write_checkpoint(tmp_path / "folder", **names, **sizes)
@@ -65,7 +65,7 @@ def test_the_sampling_that_the_makers_recommend(tmp_path, generation):
 
 
 def test_a_model_that_is_known_by_its_sizes_keeps_the_sampling_of_its_card(tmp_path):
-    """For other programs, which do not know it."""
+    """Sampling defaults from a model card are written to the file for programs that do not know the model."""
     folder = ModelFolder.open(write_checkpoint(tmp_path / "folder"))
     keys = model_keys(replace(folder, sampling=SamplingDefaults(0.8, top_p=0.8, source="a card")), 0)
     found = {key: value.value for key, value in keys.items() if key.startswith("general.sampling.")}
@@ -93,7 +93,8 @@ def test_a_rotary_embedding_turns_from_a_file_as_from_the_folder(tmp_path, rope)
 
 
 def test_llama_cpp_is_told_the_weight_that_follows_from_the_lengths(tmp_path):
-    """It takes 1 where a file of factors says none."""
+    """The attention factor that follows from the context lengths is written out, as llama.cpp would take 1 without
+    it."""
     folder = ModelFolder.open(write_checkpoint(tmp_path / "folder", rope_scaling=LISTS))
     assert model_keys(folder, 0)["minicpm.rope.scaling.attn_factor"].value == pytest.approx(1.1**0.5)
 

@@ -1,4 +1,4 @@
-"""What the loader of a GPU reads of a GGUF file, and where it puts it, on a pretended device."""
+"""Loading a GGUF file to a GPU, on a pretended device: every weight's words and place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cpmrt.weights.pack import pack, pack_blocks
 
 
 class Device:
-    """An arena of bytes that gets what is read, converted as the device converts it."""
+    """A pretended device: an arena of bytes that receives the data read, converted as the device converts it."""
 
     def __init__(self, nbytes: int, dtype: DType):
         self.arena, self.dtype = bytearray(b"\xa5") * nbytes, dtype
         self.slots: Sequence[memoryview] = [memoryview(bytearray(4 << 20))]
 
     def wait(self, slot: int) -> None:
-        """Nothing is under way."""
+        """Return at once, as no copy is ever in flight."""
 
     def submit(self, slot: int, job: ReadJob) -> None:
         words = np.frombuffer(self.slots[slot][: job.nbytes], job.stored.storage)
@@ -39,7 +39,8 @@ class Device:
 @pytest.mark.parametrize("kind", ["BF16", "F32", "Q4_K"])
 @pytest.mark.parametrize("architecture", ["llama", "minicpm", "qwen2", "qwen3"])
 def test_every_weight_comes_to_its_place(tmp_path: Path, architecture: str, kind: str, dtype: DType) -> None:
-    """The same words as from the safetensors of the model, in which no rows lie in pairs and nothing is in blocks."""
+    """Weights of a GGUF file, with paired rows and blocks, are loaded as the same words as from the model's
+    safetensors."""
     pair = models.write_pair(tmp_path, architecture, lambda name: kind)
     expected = {}
     with open_weights(ModelFolder.open(pair.folder), EngineConfig()) as (plain, specs):

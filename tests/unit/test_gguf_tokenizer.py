@@ -14,7 +14,7 @@ from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.gguf.folder import read_member
 
 COUNTS = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.all)])
-"""Of texts on which ids are compared."""
+"""The number of texts on which ids are compared."""
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 SIZES = {
     "block_count": 1, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64,
@@ -23,7 +23,7 @@ SIZES = {
 
 
 def write(path, keys):
-    """A file with the keys of a tokenizer, and what a config needs."""
+    """Write a GGUF file with these tokenizer keys and those that a config needs, and return its path."""
     sizes = [(f"llama.{key}", files.value(files.U32, number)) for key, number in SIZES.items()]
     architecture = ("general.architecture", files.value(files.STRING, "llama"))
     count = ("llama.vocab_size", files.value(files.U32, 1000))
@@ -36,7 +36,8 @@ def listed(kind, items):
 
 
 def sentence_piece_keys():
-    """MiniCPM3's tokenizer.json as the converter writes it: a score a token, of which only the order counts."""
+    """Return the keys of MiniCPM3's tokenizer.json as the converter writes them: one score per token, used for order
+    only."""
     content = json.loads((DATA / "minicpm3_tokenizer.json").read_text())
     tokens = {token_id: token for token, token_id in content["model"]["vocab"].items()}
     types = {token_id: BYTE if token.startswith("<0x") else NORMAL for token_id, token in tokens.items()}
@@ -44,7 +45,7 @@ def sentence_piece_keys():
         tokens[token["id"]], types[token["id"]] = token["content"], CONTROL
     types[0] = UNKNOWN
     scores = [-float(i) for i in range(len(tokens))]
-    for token in ("。" * 6, "```"):  # pieces that users defined come so, and are the first to be merged
+    for token in ("。" * 6, "```"):  # user-defined pieces have score 0 and are merged first
         token_id = content["model"]["vocab"][token]
         types[token_id], scores[token_id] = USER, 0.0
     return {
@@ -76,7 +77,7 @@ def test_sentence_piece_gives_the_ids_of_the_library(tmp_path, count):
     pieces = range(expected.vocab_size())
     kinds = {expected.is_unknown: UNKNOWN, expected.is_control: CONTROL, expected.is_byte: BYTE}
     types = [next((kind for test, kind in kinds.items() if test(i)), NORMAL) for i in pieces]
-    # What its users defined has no score. The library finds these pieces before it merges, Hugging Face by merging.
+    # User-defined pieces have no score. The library finds these pieces before it merges, Hugging Face by merging.
     defined = [i for i in pieces if types[i] == NORMAL and expected.get_score(i) == 0]
     for i in defined:
         types[i] = USER
@@ -97,7 +98,7 @@ def test_sentence_piece_gives_the_ids_of_the_library(tmp_path, count):
 
 @cache
 def plain():
-    """One that is split as GPT-2's."""
+    """Return a tokenizer that splits text as GPT-2's does."""
     return trained(())
 
 
@@ -215,7 +216,8 @@ def test_a_piece_that_is_too_long_to_be_cut_everywhere_is_refused(tmp_path):
 
 
 def test_a_piece_with_a_space_is_no_pair(tmp_path):
-    """Merges are strings "left right" where that can be read back, and lists where it cannot."""
+    """Merges are written as "left right" strings, or as lists if a piece contains a space and a string would be
+    ambiguous."""
     pieces = ["a", "b", "ab", "abab"]
     for more, expected in (([], "a b"), (["a b"], ["a", "b"])):
         tokens = ["<unk>", *pieces, *more]

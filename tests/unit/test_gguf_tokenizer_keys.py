@@ -17,7 +17,7 @@ from cpmrt.weights.model_folder import ModelFolder
 
 
 def small(tmp_path, tokenizer, vocab_size=1600, **settings):
-    """A small model with this tokenizer.json."""
+    """Write a small model with this tokenizer.json and return its folder."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1, "num_key_value_heads": 1}
     pair = models.write_pair(
         tmp_path, "llama", lambda name: "F32", num_hidden_layers=1, head_dim=32, vocab_size=vocab_size,
@@ -84,7 +84,8 @@ def test_a_tokenizer_of_which_a_part_has_no_key_comes_as_a_whole(tmp_path, caplo
 
 
 def test_what_makes_no_difference_needs_no_second_copy(tmp_path, caplog):
-    """A BOS that the post-processor puts in front has a key; a byte-level decoder has settings that it does not use."""
+    """No second copy of tokenizer.json is stored for a BOS of the post-processor, which has a key, or unused
+    settings."""
     library = trained(**SPLITTERS["gpt-2"])
     start = library.token_to_id("<|im_start|>")
     front = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", start)])
@@ -99,7 +100,7 @@ def test_what_makes_no_difference_needs_no_second_copy(tmp_path, caplog):
 
 @pytest.mark.parametrize("name", ["gpt-2", "none"])
 def test_tokens_that_other_files_add_come_along(tmp_path, name):
-    """Whether the keys say the tokenizer or it comes as a whole."""
+    """Tokens added by other files are in the GGUF file, whether it has tokenizer keys only or all of tokenizer.json."""
     library = trained(**SPLITTERS.get(name, {"pattern": ("x+",)}))
     size = library.get_vocab_size()
     named = {"eos_token": "<|end|>", "added_tokens_decoder": {str(size): {"content": "<|end|>", "special": True}}}
@@ -149,7 +150,8 @@ def test_the_chat_template_is_the_one_that_the_folder_opens_with(tmp_path, jinja
     (True, ["<A>", "<B>", "<C>", "<D>"], 2), (True, ["a", "b"], 0),
 ])  # fmt: skip
 def test_every_token_that_ends_an_answer_does(tmp_path, caplog, own, more, num_lost):
-    """`own`: the tokenizer names an end of its own, </s>."""
+    """Every token that ends an answer is in the file, up to GGUF's 3 keys; with `own` the tokenizer names </s> as its
+    end."""
     library = trained(**SPLITTERS["gpt-2"])
     library.add_special_tokens(["</s>", *(text for text in more if text.startswith("<"))])
     ends = [library.token_to_id(text) for text in ("</s>", *more)]

@@ -1,4 +1,4 @@
-"""Calls that are still being written: what is said of their arguments is the beginning of what is said at last."""
+"""Tool calls that are still being written: the arguments streamed so far are a beginning of the final arguments."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def xml_value(name, value):
 
 
 def written(form, calls, ensure_ascii):
-    """Calls as a grammar has a model write them."""
+    """Return the text of calls as a model writes them under a grammar of this form."""
     if form is HERMES:
         return "\n".join(
             f'<tool_call>\n{{"name": {dumped(name)}, "arguments": {dumped(values, ensure_ascii)}}}\n</tool_call>'
@@ -70,7 +70,7 @@ def pieces_of(text, seed):
 
 
 def joined(deltas):
-    """Names and arguments of the calls, the text, and how many pieces of arguments there were."""
+    """Join deltas: return the names and arguments of the calls, the text, and the number of argument pieces."""
     names, arguments, text, pieces = [], [], "", 0
     for delta in deltas:
         text += delta.get("content", "")
@@ -141,7 +141,7 @@ def test_a_call_that_is_cut_before_its_name_is_text_unless_a_call_is_wanted(form
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.start)
 def test_where_calls_must_be_objects_a_cut_one_is_left_out(form):
-    """Its text is not shown either: it is a call."""
+    """Where arguments must be objects, a call that is cut off is neither returned nor shown as text."""
     calls = [("read", {"count": 1}), ("write", {"code": "0123456789"})]
     text = written(form, calls, False)
     settings = {"bound": form, "grows": False, "objects_only": True}
@@ -191,7 +191,7 @@ ODD_ARGUMENTS = {
     '{"x": {"y": 1, "y": 2}}': '{"x": {"y": 1}}',
     '{"count": 1e999, "x": [-1e999]}': '{"count": 1.7976931348623157e+308, "x": [-1.7976931348623157e+308]}',
 }
-"""JSON that a grammar may allow, and what is made of it."""
+"""Odd JSON that a grammar may allow, and the arguments that are made of it."""
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -220,7 +220,8 @@ def test_what_json_lacks_is_no_certain_value():
 
 
 def test_a_parameter_of_any_value_grows_too():
-    """A schema may be `true`, or wrong in any way where the model need not call."""
+    """A parameter with any schema grows too: `true`, or a malformed one, which is accepted where the model need not
+    call."""
     begun = 'write"><param name="text"><![CDATA[so'
     for schema in (True, 5, ["string"]):
         (call,) = growing_calls(XML, begun, {"write": {"properties": {"text": schema}, "required": 5}})

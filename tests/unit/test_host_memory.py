@@ -1,4 +1,4 @@
-"""How much memory may be taken: the machine's, less where the process or its control group may have less."""
+"""The host memory that may be used: the machine's, or less under a limit of the process or its control group."""
 
 import json
 import subprocess
@@ -74,7 +74,7 @@ def test_filling_the_rotary_table_takes_little_beside_it():
 
 @pytest.mark.all
 def test_what_the_system_refuses_is_an_error_of_the_memory_plan(tmp_path):
-    """Under a limit, a context that was asked for and does not fit is refused by the plan, before any allocation."""
+    """Under a memory limit the plan refuses a requested context that does not fit, before any allocation."""
     from tiny_checkpoint import write_checkpoint
 
     folder = write_checkpoint(tmp_path, max_position_embeddings=2**31 - 1)

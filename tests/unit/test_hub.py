@@ -1,4 +1,4 @@
-"""From a model's name to a folder: local paths, hub ids, and everything the hub library may raise."""
+"""Resolving a model's name to a folder: local paths, hub ids, and everything the hub library may raise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
 
 @pytest.fixture
 def snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Stands for the hub: records the call, then raises `error` or gives a folder with `files`."""
+    """Stand-in for the hub's download: it records the call, then raises `error` or returns a folder with `files`."""
     hub: dict[str, Any] = {
         "files": ["config.json", "model.safetensors"],
         "error": None,
@@ -217,7 +217,7 @@ def test_a_revision_of_a_folder_is_a_contradiction(tmp_path: Path) -> None:
 
 
 def test_offline_mode_of_the_library_itself(tmp_path: Path) -> None:
-    """The real library, offline with an empty cache: no network is touched."""
+    """The real hub library, offline with an empty cache, gives an error with advice and uses no network."""
     code = (
         "from cpmrt.weights.hub import resolve; from cpmrt.errors import CheckpointError\n"
         "try: resolve('org/name')\n"

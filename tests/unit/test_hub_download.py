@@ -1,4 +1,4 @@
-"""Downloads from a hub that runs here: what is asked for, in which order, and what is left when something goes wrong.
+"""Downloads from a local test hub: the files requested, their order, and the files left behind by failures.
 
 The commands run as processes of their own: the hub libraries read their environment when they are imported.
 """
@@ -31,7 +31,7 @@ from cpmrt.weights.repository import Repository
 BOTH = ("org/tiny", "modelscope:org/tiny")
 NAMES = ("org/tiny", pytest.param("modelscope:org/tiny", marks=pytest.mark.all))
 LARGE = 24 << 20
-"""Bytes of a file that is cut on the way: the library of Hugging Face writes pieces of 10 MB."""
+"""Bytes of a file whose download is cut off: more than two of the 10 MB pieces that Hugging Face's library writes."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def hub(model: Path) -> Iterator[HubServer]:
 
 
 def rare(*values: object) -> object:
-    """A case of the second tier."""
+    """Return a case that runs in the second tier only."""
     return pytest.param(*values, marks=pytest.mark.all)
 
 
@@ -57,7 +57,7 @@ def shell(hub: HubServer, tmp_path: Path) -> Shell:
 
 
 def with_large_weights(hub: HubServer) -> bytes:
-    """Make the weights of the model too large to arrive in one piece; nothing opens them here."""
+    """Make the model's weights too large to arrive in one piece and return them; no test here opens them."""
     content = np.random.default_rng(1).bytes(LARGE)
     hub.repositories["org/tiny"]["model.safetensors"] = content
     return content
@@ -320,7 +320,8 @@ def test_an_unreachable_hub_is_named_and_the_cache_used(name: str, shell: Shell)
 @pytest.mark.all
 @pytest.mark.parametrize("name", NAMES)
 def test_a_disk_that_takes_no_more_is_named(name: str, hub: HubServer, shell: Shell) -> None:
-    """A limit on the size of files stands for the full disk."""
+    """A full disk, here a limit on file sizes, gives an error that names the cache's variable, and a later pull
+    succeeds."""
     with_large_weights(hub)
     limit = 12 << 20
     error = shell.refused(

@@ -1,4 +1,4 @@
-"""Models whose config.json lists the mixer of each layer: what is read, what is refused by name, sizes and plan."""
+"""Models whose config.json lists the mixer of each layer: reading it, refusals by name, sizes and the memory plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def read(**changes: object) -> ModelConfig:
-    """MiniCPM-SALA with keys changed; a value of `...` removes one."""
+    """Return the config of MiniCPM-SALA with keys changed; a value of `...` removes a key."""
     return ModelConfig.from_hf({key: value for key, value in (SALA | changes).items() if value is not ...})
 
 
@@ -106,7 +106,8 @@ def test_a_chain_of_drafts_is_planned_and_trees_are_refused():
 
 
 def test_the_work_of_a_step():
-    """Weights once, keys and values of eight layers, and each state of the others read and written."""
+    """A step reads the weights once and the keys and values of eight layers, and reads and writes the other layers'
+    states."""
     weights = sum(spec.num_bytes(2) for spec in weight_specs(CONFIG, EngineConfig()) if spec.name != "embed_tokens")
     assert decode_bytes(CONFIG, 1000, 2, 2) == weights + 2 * (1000 * 8192 + 2 * 48 * MIB)
     state = 24 * 4 * 4096 * 128
@@ -120,7 +121,7 @@ GATES = {"-:.*o_gate": {}, "-:.*z_proj": {}}, {r"-:.*self_attn\.o_gate$": {}, "-
 
 @pytest.mark.parametrize("rules", GATES)
 def test_gates_stay_in_16_bits(rules):
-    """As the rules of GPTQModel say; what else they say does not concern names alone."""
+    """GPTQModel's rules for output gates leave them in 16 bits; rules that are not plain names are not read."""
     others = {"-:.*layers[3]": {}, "+:.*down": {"bits": 4}}
     config = read(quantization_config=gptq_config() | {"dynamic": rules | others})
     held = {spec.name: spec.quant for spec in weight_specs(config, EngineConfig()) if spec.product is not None}

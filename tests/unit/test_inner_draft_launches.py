@@ -1,4 +1,4 @@
-"""A small model with a draft of its own on a GPU, without one: its memory, and what its graphs launch."""
+"""A small draft model with a draft of its own: its GPU memory and the launches of its graphs, without a GPU."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ ROUNDS = {
     "small": ((1, 1, 2), ["speculate_begin", *PASS, "tree_finish", *VERIFIED]),
     "lookup": ((3, 1, 4), ["speculate_begin", "lookup", *VERIFIED]),
 }
-"""The shape of each inner draft, and what a step of the small model launches with it."""
+"""Each inner draft's shape, and the kernels that a step of the small model launches with it."""
 
 
 class Watching(Launcher):
-    """Writes down the kernels and arguments of what it is asked to launch."""
+    """A launcher that records the kernels and arguments it is asked to launch."""
 
     is_recording = True
 
@@ -53,7 +53,7 @@ class Watching(Launcher):
         self.launched.append((spec.name, args))
 
     def drafting(self) -> list[str]:
-        """The kernels of drafting since the last call, and heads."""
+        """Return the kernels of drafting, heads included, launched since the last call."""
         names = [name for name, _ in self.launched if name in DRAFTING]
         self.launched.clear()
         return names
@@ -61,7 +61,8 @@ class Watching(Launcher):
 
 @pytest.fixture(scope="module")
 def blueprint_of():
-    """A blueprint with a small model that drafts chains of 5; `inner` drafts for it, None: nothing does."""
+    """A function that makes a blueprint with a small model drafting chains of 5, and `inner` or nothing drafting for
+    it."""
     drafts = draft_configs("minicpm4-0.5b")
     drafts["dspark"]["target_layer_ids"] = [0]
     with config_folder(SHAPE, drafts | {"small": SMALL}) as folder:
@@ -79,7 +80,8 @@ def blueprint_of():
 
 
 def opened(blueprint: Any) -> tuple[Watching, Any]:
-    """What speculates, and the kernels that it has launched; a loop's body is launched once, behind LOOP."""
+    """Return a launcher that records launches and the Speculation that uses it; a loop is recorded as LOOP and its
+    body once."""
     plan, launcher = blueprint.plan(256), Watching()
     config = blueprint.config.for_context(256)
     arrays: dict[str, Any] = {

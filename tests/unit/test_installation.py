@@ -20,7 +20,7 @@ def raise_not_found(name: str) -> None:
 
 
 class Installed:
-    """Stands for the metadata of an installed cpmrt that came from `origin`."""
+    """Stand-in for the metadata of an installed cpmrt, whose direct_url.json has the text `origin`."""
 
     def __init__(self, origin: str | None):
         self.origin = origin

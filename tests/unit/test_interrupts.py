@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of bookkeeping waits for its end."""
+"""Ctrl-C in the middle of the engine's bookkeeping, which is put off until the bookkeeping ends."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ def press():
 
 @pytest.fixture(autouse=True)
 def default_handler():
-    """Python's own handler, before and after."""
+    """Install Python's own SIGINT handler, and check that the test leaves it in place."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""The table of single kernels: rates, shares, and its place in the README."""
+"""The README's table of single kernels: rates, shares, and the place it is written to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MiniCPM3-4B as numbers: what a token, a step and a prompt take, and which shapes a GPU takes."""
+"""Figures of MiniCPM3-4B: memory per token, work per step and prompt, and the shapes that a GPU accepts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from cpmrt.executor import Decode, ExecutorLimits, Speculate
 
 
 class LoopingExecutor(ScriptedExecutor):
-    """Launches decode steps through the queue, as the CUDA executor does. `launches`: steps of each launch of them."""
+    """An executor that launches decode steps through the queue, as the CUDA one does; `launches` has each launch's
+    steps."""
 
     def __init__(self, limits, steps_per_launch, **settings):
         super().__init__(limits, **settings)
@@ -42,7 +43,7 @@ class LoopingExecutor(ScriptedExecutor):
         self.launches.append(count)
 
     def run_one(self):
-        if not self.queue:  # what is asked for has not been launched
+        if not self.queue:  # the step whose result is asked for still waits
             self.launch_queue.flush()
         super().run_one()
 
@@ -61,7 +62,7 @@ REQUESTS = st.tuples(
 
 
 class Sessions(RuleBasedStateMachine):
-    """Requests come, are read from, and are cancelled at any time."""
+    """State machine in which requests come, are read from, and are cancelled at any time."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +137,7 @@ def test_a_long_generation_is_launched_in_whole_loops(steps):
     st.lists(st.one_of(st.tuples(st.integers(0, 2), st.integers(0, 2)), st.none()), max_size=60),
 )
 def test_order_and_size_of_launches(steps, wanted):
-    """None is something else that is launched, before which everything that waits must be."""
+    """Steps are launched in order, one or `steps` at a time; other work (None) comes after everything that waits."""
     added, launched, queue = [], [], None
 
     def start(key, count):

@@ -15,7 +15,7 @@ MAX_FUNCTION_LINES = 60
 
 
 def imported_modules(tree: ast.Module) -> set[str]:
-    """Top-level names of every absolute import, wherever it stands."""
+    """Return the top-level names of all absolute imports anywhere in a module."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -44,7 +44,7 @@ def prints(tree: ast.Module) -> bool:
 
 
 def size_violations(path: str, text: str) -> Iterator[str]:
-    """Rules for every source file, kernels too."""
+    """Yield the broken rules that hold for every source file, kernels too."""
     limit, lines = MAX_FILE_LINES[Path(path).suffix], len(text.splitlines())
     if lines > limit:
         yield f"{path}: {lines} lines, the limit is {limit}"
@@ -54,7 +54,7 @@ def size_violations(path: str, text: str) -> Iterator[str]:
 
 
 def python_violations(path: str, text: str) -> Iterator[str]:
-    """Rules for Python under cpmrt/ and tools/; `path` is relative to the repository root."""
+    """Yield the broken rules for Python under cpmrt/ and tools/; `path` is relative to the repository root."""
     tree = ast.parse(text)
     if not ast.get_docstring(tree):
         yield f"{path}: no module docstring"
@@ -76,12 +76,12 @@ def python_violations(path: str, text: str) -> Iterator[str]:
 
 
 def violations(path: str, text: str) -> list[str]:
-    """Every rule that one file breaks."""
+    """Return every rule that one file breaks."""
     return [*size_violations(path, text), *(python_violations(path, text) if path.endswith(".py") else ())]
 
 
 def source_files() -> list[Path]:
-    """Python of cpmrt/ and tools/, CUDA of kernels_cu/."""
+    """Return the Python files of cpmrt/ and tools/ and the CUDA files of kernels_cu/."""
     patterns = ("cpmrt/**/*.py", "tools/**/*.py", "kernels_cu/**/*.cu", "kernels_cu/**/*.cuh")
     return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
 

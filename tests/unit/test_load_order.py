@@ -36,13 +36,13 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def at(address: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """The memory at an address."""
+    """Return the memory at an address as an array."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer((ctypes.c_char * count).from_address(int(address)), dtype).reshape(shape)
 
 
 class LateStream:
-    """Work is done when somebody waits for it."""
+    """A stream whose work is done only when somebody waits for it."""
 
     ptr = 0
 
@@ -85,7 +85,8 @@ class HostMemory:
 
 
 class Device:
-    """Launches kernels of loading; a packed weight is kept as plain numbers by its address."""
+    """A pretended device that runs the kernels of loading; it keeps packed weights as plain numbers by their
+    addresses."""
 
     def __init__(self, dtype: DType):
         self.stream, self.modules = LateStream(), self

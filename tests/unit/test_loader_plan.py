@@ -30,7 +30,7 @@ SLOT_BYTES = 64
 
 
 class LazyDevice:
-    """An arena of bytes whose copies happen as late as they may: when a slot is waited for, or at the end."""
+    """A pretended device whose copies happen as late as they may: when a slot is waited for, or at the end."""
 
     def __init__(self, nbytes: int, dtype: DType, num_slots: int = 4):
         self.arena, self.dtype = bytearray([GUARD]) * nbytes, dtype
@@ -56,7 +56,7 @@ class LazyDevice:
 
 
 def write_file(path: Path, tensors: Mapping[str, tuple[DType, Array]], padding: int = 0) -> None:
-    """A safetensors file; `padding` spaces in the header shift the tensors off every alignment."""
+    """Write a safetensors file; `padding` spaces in the header shift the tensors off every alignment."""
     entries, begin = [], 0
     for name, (dtype, words) in tensors.items():
         span = f"[{begin},{begin + words.nbytes}]"
@@ -69,7 +69,7 @@ def write_file(path: Path, tensors: Mapping[str, tuple[DType, Array]], padding: 
 
 
 def laid_out(specs: Sequence[TensorSpec], itemsize: int, gap: int = 16) -> tuple[dict[str, Region], int]:
-    """Regions with a gap after each, so that a write past the end of one is seen."""
+    """Return regions with a gap after each, so that a write past the end of one is seen, and their total size."""
     regions, end = {}, gap
     for spec in specs:
         nbytes = spec.num_elements * itemsize
@@ -92,7 +92,7 @@ def checkpoint_with(files: Mapping[str, Mapping[str, tuple[DType, Array]]], padd
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[TensorSpec], dict[str, dict[str, tuple[DType, Array]]]]:
-    """Specs of one to three sources each, the sources scattered over two files and all stored types."""
+    """Draw specs of one to three sources each, and tensors for them scattered over two files and all stored types."""
     specs: list[TensorSpec] = []
     files: dict[str, dict[str, tuple[DType, Array]]] = {"a.safetensors": {}, "b.safetensors": {}}
     random = np.random.default_rng(draw(st.integers(0, 2**32)))

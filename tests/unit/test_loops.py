@@ -1,4 +1,4 @@
-"""The loop guard against its definition, and what an answer does when it loops."""
+"""The loop guard against its definition, and answers that loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cpmrt.executor import ExecutorLimits
 
 
 def first_loop(tokens, repeats):
-    """The number of tokens after which a text loops, by the definition; None if it never does."""
+    """Return the number of tokens after which a text loops by definition, or None if it never does."""
     runs = [0] * (loops.MAX_PERIOD + 1)
     for index, token in enumerate(tokens):
         for period in range(1, min(index, loops.MAX_PERIOD) + 1):
@@ -44,7 +44,7 @@ PIECES = st.lists(
 @examples(60)
 @given(PIECES, st.integers(2, 6))
 def test_the_guard_fires_at_the_token_that_the_definition_names(pieces, repeats):
-    """Runs of every kind, cut short and followed by others."""
+    """The guard fires at the defined token on runs of every kind, cut short and followed by other runs."""
     tokens = [token for run, times, cut in pieces for token in (run * times)[: len(run) * times - cut]]
     assert found_by_guard(tokens, repeats) == first_loop(tokens, repeats)
 
@@ -69,7 +69,7 @@ def test_a_long_answer_costs_no_more_memory():
 
 @contextmanager
 def small_loops():
-    """Loops of twelve tokens count, and the scripted model goes into one of `period` at position `start`."""
+    """Count loops of twelve tokens while the body runs, and restore the scripted model's tokens afterwards."""
     least, plain = loops.LEAST_TOKENS, scripted.next_token
     loops.LEAST_TOKENS = 12
     try:
@@ -139,7 +139,8 @@ def test_a_greedy_answer_that_loops(checkpoint, draft):
 @pytest.mark.parametrize("draft", [None, "lookup"])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_a_loop_goes_on_under_a_higher_penalty(checkpoint, draft, prefix_cache):
-    """The rest is what a prompt of everything before gives under the penalty, at the same positions."""
+    """After a loop the answer goes on as a prompt of everything so far does under the penalty, at the same
+    positions."""
     with LLM(checkpoint, executor="reference", draft=draft, prefix_cache=prefix_cache) as llm:
         prompt = llm.tokenizer.encode("abc")
         free = llm.generate(prompt, greedy()).token_ids

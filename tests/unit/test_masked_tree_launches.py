@@ -22,7 +22,7 @@ SPARSE = {"window_size": 64, "topk": 2, "dense_len": 100}
 
 
 class HeldGraphs(dict[Hashable, Callable[[], None]]):
-    """Keeps what is to be captured."""
+    """Stand-in for graphs that keeps the launches to capture, and the name of the graph that was run last."""
 
     def add(self, name: Hashable, launches: Callable[[], None]) -> None:
         self[name] = launches
@@ -33,7 +33,7 @@ class HeldGraphs(dict[Hashable, Callable[[], None]]):
 
 
 class Ring:
-    """Stands for a `TreeRing`; what it holds is nowhere."""
+    """Stand-in for a `TreeRing` with made-up addresses; `written` has the node counts written to it."""
 
     def __init__(self, vocab_size: int):
         self.address, self.written = np.uint64(3), list[int]()
@@ -67,7 +67,8 @@ def test_every_node_has_a_mask(
 
 
 def test_nodes_of_each_kind_have_graphs_of_their_own(blueprint_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are captured with the first one. Nodes that see few keys choose no blocks."""
+    """The graphs of all shapes are captured with the first one, per row kind; nodes that see few keys choose no
+    blocks."""
     monkeypatch.setattr(under_test, "TreeRing", Ring)
     blueprint = blueprint_of("lookup", target=SHAPE | {"sparse_config": SPARSE})
     launcher, speculation = opened(blueprint)
@@ -89,7 +90,8 @@ def test_nodes_of_each_kind_have_graphs_of_their_own(blueprint_of: Any, monkeypa
 def test_what_could_not_be_captured_is_captured_by_the_next_step(
     blueprint_of: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A step submitted later may come while a tree waits for its masks, when nothing must be captured."""
+    """After a failed capture the next step captures what is missing, as nothing may be captured while a tree awaits
+    masks."""
     monkeypatch.setattr(under_test, "TreeRing", Ring)
     blueprint = blueprint_of(name)
     _, speculation = opened(blueprint)

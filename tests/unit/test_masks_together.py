@@ -1,4 +1,5 @@
-"""Masks of several answers, computed at the same time: those of each alone, and where one fails it fails alone."""
+"""Masks of several answers computed at the same time: they equal those computed alone, and a failing answer fails
+alone."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ FORMS = [
 
 
 class User:
-    """Whoever keeps a matcher."""
+    """An object that stands for the user of a matcher."""
 
 
 class Copied:
-    """A matcher that can only be copied."""
+    """Stand-in for a matcher of which only copies are made."""
 
     def deep_copy(self):
         return Copied()
@@ -71,12 +72,13 @@ def tokens_in(bits):
 
 @pytest.fixture(autouse=True)
 def fewest(monkeypatch):
-    """Two masks are enough to be computed at the same time."""
+    """Have masks computed at the same time from two answers on."""
     monkeypatch.setattr(mask_threads, "_FEWEST_ANSWERS", 2)
 
 
 def follow(matchers, drawn):
-    """Yield the masks of each round, every answer going on with tokens that are drawn; None where one has ended."""
+    """Yield each round's masks, None for an ended answer, and the number that picks the tokens the answers go on
+    with."""
     for choice in drawn:
         for matcher in matchers:
             while not matcher.is_complete and (certain := matcher.forced()):
@@ -109,7 +111,7 @@ def test_masks_computed_together_are_those_of_each_alone(threaded, serial, numbe
 
 
 def test_any_number_of_rows_of_one_form(threaded, serial):
-    """From 1 to 64 answers, each a token further than the one before."""
+    """Masks are right for 1 to 64 answers of one form, each one token further than the one before."""
     form = SamplingParams(json_schema={"type": "string", "maxLength": 70}).form
     expected, matcher = [], serial.matcher(form, Thought())()
     letter = next(token for token in range(4096) if threaded._tokenizer.written_bytes(token) == b"q")
@@ -128,7 +130,7 @@ def test_any_number_of_rows_of_one_form(threaded, serial):
 
 
 def test_who_fails_fails_alone(threaded, serial):
-    """An answer that cannot go on raises what it raises alone; the masks of the others are right."""
+    """An answer that cannot go on raises the same error as alone, and the masks of the others are right."""
     numbers = range(6)
     answers = [threaded.matcher(FORMS[number], Thought())() for number in numbers]
     expected = [allowed_by(serial.matcher(FORMS[number], Thought())()) for number in numbers]
@@ -175,7 +177,7 @@ def test_a_mask_that_allows_nothing_is_an_error(threaded, together):
 
 
 def test_what_was_prepared_does_not_outlive_a_token(threaded, serial):
-    """An answer that goes on without being asked has the mask of its new place, and so has its fork."""
+    """After a token, an answer and its forks have the mask of the new place, not the one prepared before."""
     form = SamplingParams(regex="ab?c{3}").form
     answers = [threaded.matcher(form, Thought())() for _ in range(9)]
     answers[0].prepare(answers[1:])
@@ -189,7 +191,7 @@ def test_what_was_prepared_does_not_outlive_a_token(threaded, serial):
 
 
 def test_slices_change_no_mask(tokenizer, serial):
-    """The lengths of text that are taken at once only save time: masks are those of a library without any."""
+    """Slices of the vocabulary only save time: masks equal those of a library without slices."""
     plain = grammars_of(tokenizer, 1)
     plain.__dict__["_library"] = llguidance.LLTokenizer(tokenizer.serialized(), eos_token=plain._end_ids, slices=[])
     both = [[each.matcher(form, Thought())() for form in FORMS[:12]] for each in (serial, plain)]
@@ -200,7 +202,7 @@ def test_slices_change_no_mask(tokenizer, serial):
 
 
 def test_answers_of_one_form_share_it_out():
-    """One after the other they use one compiled form; together as many as are allowed, and the idle one first."""
+    """Successive answers use one compiled form; simultaneous ones use up to the allowed number, an idle one first."""
     coming = []
 
     def compile_beside():
@@ -248,7 +250,7 @@ def test_two_threads_take_in_a_compiled_form_once():
     others = []
 
     class Asked(Future):
-        """While one thread asks whether it is done, another one asks for an origin."""
+        """A future during whose `done` another thread asks the form for an origin."""
 
         def done(self):
             if not others:
@@ -299,7 +301,7 @@ def test_threads_leave_half_of_the_cores_to_others(monkeypatch, cores, threads):
 
 @pytest.mark.parametrize("number", range(0, len(FORMS), 3))
 def test_forks_of_one_answer_are_looked_at_together(threaded, serial, monkeypatch, number):
-    """As the nodes of drafted trees are, with one matcher of llguidance at first, and then with some."""
+    """Forks of one answer, as the nodes of a drafted tree are, have right masks with one and with several matchers."""
     monkeypatch.setattr(mask_threads, "_LEAST_SECONDS", 0.0)
     answer = threaded.matcher(FORMS[number], Thought())()
     alone = serial.matcher(FORMS[number], Thought())()
@@ -356,7 +358,8 @@ def test_quick_masks_of_forks_wake_no_thread(threaded, monkeypatch):
 
 
 def test_after_one_slow_mask_the_threads_do_not_stay(threaded, monkeypatch):
-    """Few answers, of which the first mask took long, as it does while the lexer is made."""
+    """A single slow mask, as the first one is while the lexer is made, does not keep the threads in use for few
+    answers."""
     monkeypatch.setattr(mask_threads, "_FEWEST_ANSWERS", 8)
     monkeypatch.setattr(mask_threads, "_LEAST_SECONDS", 0.01)
     ticks = itertools.count(step=1e-4)  # any mask but the first takes so long, however busy the machine is

@@ -60,7 +60,7 @@ def test_an_explicit_context_is_kept_or_refused():
 
 
 def test_fewer_sequences_are_named_where_no_context_is_short_enough_for_all():
-    """The advice holds: the plan that it names fits, and one more sequence does not."""
+    """Where no context fits for all sequences, the error names a number that fits, and one more does not."""
     for max_context, words, tokens in ((None, "64 tokens of context each", 64), (128, "128 tokens", 128)):
         engine = EngineConfig(max_sequences=64, max_context=max_context)
         with pytest.raises(MemoryPlanError, match=rf"--max-sequences (\d+) fits, with {words}") as caught:

@@ -113,7 +113,7 @@ TALK: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny MiniCPM5: a Llama with an untied head, whose files say what the model's say."""
+    """A tiny MiniCPM5: a Llama with an untied head and the settings of the real model's files."""
     plain = {key: value for key, value in CONFIG.items() if key not in ("scale_emb", "scale_depth", "dim_model_base")}
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "vocab_size": len(SPECIAL) + 256 + len(WORDS)}
     config = plain | tokens | {
@@ -130,7 +130,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def library() -> Library:
-    """Byte-level BPE without a single merge, whose whole words are tokens all the same."""
+    """Return a byte-level BPE tokenizer without merges, in which whole words are tokens all the same."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {text: number for number, text in enumerate([*SPECIAL, *alphabet, *WORDS])}
     made = Library(models.BPE(vocab, [], ignore_merges=True))
@@ -218,7 +218,7 @@ PUBLISHED = {
 
 
 def test_the_published_4_bit_settings_are_read(folder: Path, tmp_path: Path) -> None:
-    """GPTQ, symmetric, groups of 128, in fp16: the fields of MiniCPM5-1B-GPTQ-Marlin-Int4."""
+    """The settings of MiniCPM5-1B-GPTQ-Marlin-Int4 are read: GPTQ, symmetric, groups of 128, in fp16."""
     out = tmp_path / "int4"
     assert main(["quantize", str(folder), str(out), "--method", "rtn", "--group-size", "128", "--quiet"]) == 0
     prompt, greedy = [0, 9, 30, 60, 90, 200], SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)

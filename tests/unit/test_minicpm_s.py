@@ -49,7 +49,8 @@ def test_the_prompt_is_the_question_between_its_markers_after_one_bos(folder: Pa
 
 
 def test_the_threshold_counts(folder: Path, tmp_path: Path) -> None:
-    """A threshold that nothing reaches leaves the attention alone: no mlp adds anything."""
+    """The activation's threshold changes the logits; one that nothing reaches gives those of a model whose MLPs add
+    zero."""
     first = logits(folder)
     assert np.abs(first - logits(folder, hf_overrides={"hidden_act": "silu"})).max() > 0.01
     assert np.abs(first - logits(folder, hf_overrides={"hidden_act_param": 0.5})).max() > 0.01

@@ -1,4 +1,4 @@
-"""ModelConfig.from_hf: every spelling, class defaults, and a clear error for everything else."""
+"""ModelConfig.from_hf: all spellings of keys, defaults of model classes, and a clear error for everything else."""
 
 import json
 

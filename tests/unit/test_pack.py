@@ -84,7 +84,7 @@ def test_leftovers_are_ignored(tmp_path: Path) -> None:
 def test_a_head_that_the_config_ties_is_a_copy_of_the_embedding(tmp_path: Path, rows: int) -> None:
     spec = TensorSpec("embed_tokens", (4, 3), (Source("model.embed_tokens.weight", (4, 3)),))
     embedding = np.arange(12, dtype=np.float32).reshape(4, 3)
-    embedding[0, 0] = np.nan  # whatever it holds, the same bits are a copy
+    embedding[0, 0] = np.nan  # equal bits are a copy, even of NaN
     others = {"another": -embedding, "another_shape": np.resize(embedding, (rows, 3))}
     for label, head in {"copy": embedding, "another_type": -embedding.astype(np.float16), **others}.items():
         (tmp_path / label).mkdir()
@@ -172,7 +172,7 @@ def test_an_unaligned_source_is_copied_to_alignment(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_converted_whole(tmp_path: Path) -> None:
-    """More elements than are converted at a time, and not a multiple of them."""
+    """A tensor larger than one conversion chunk, and no multiple of it, is converted whole."""
     values = np.random.default_rng(0).standard_normal((701, 1009), np.float32)
     spec = TensorSpec("w", values.shape, (Source("w", values.shape),))
     with checkpoint_of(tmp_path, {"w": values}) as checkpoint:

@@ -13,7 +13,7 @@ TO_HOST, TO_DEVICE = 2, 1
 
 
 class Array:
-    """What the copies ask of a device array, over a NumPy array."""
+    """Stand-in for a device array over a NumPy array, with what the copies use."""
 
     def __init__(self, values):
         self.values, self.dtype, self.shape = values, values.dtype, values.shape
@@ -38,11 +38,11 @@ class HostMemory:
         return self
 
     def __exit__(self, *_):
-        self._bytes[:] = 0xDD  # nobody may look at it any more
+        self._bytes[:] = 0xDD  # it must not be read any more
 
 
 class Stream:
-    """Copies happen in order, when somebody waits for them."""
+    """A stream whose copies happen in order, when somebody waits for them."""
 
     ptr = 77
 

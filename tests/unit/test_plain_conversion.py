@@ -1,4 +1,4 @@
-"""`cpmrt convert --to safetensors`: what it makes of quantised checkpoints loads as plain weights."""
+"""`cpmrt convert --to safetensors` on quantised checkpoints: its output loads as plain weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def logits(folder: Path) -> Any:
 
 
 def plain(folder: Path, target: Path) -> Path:
-    """The folder that `cpmrt convert --to safetensors` makes, which says nothing of quantised weights."""
+    """Run `cpmrt convert --to safetensors`, check that the config names no quantisation, and return the new folder."""
     assert main(["convert", str(folder), str(target), "--to", "safetensors"]) == 0
     assert ModelFolder.open(target).config.quantization is None
     return target

@@ -29,7 +29,8 @@ def test_neighbours_choose_as_many_blocks_as_was_asked(start: int, union: int | 
 
 
 def test_what_cannot_be_is_as_near_as_can_be() -> None:
-    """Fewer than one row chooses: all choose alike. More than chance gives: nobody keeps any."""
+    """An unreachable union is met as nearly as possible: too small, and all rows choose alike; too large, and none are
+    kept."""
     config = SparseConfig()
     alike = planted_choices(126_976, 48, 1, config, 50, np.random.default_rng(0))
     assert (alike[:48] == alike[0]).all()

@@ -1,4 +1,4 @@
-"""Pages that outlive their sequence: the pool's counts, what is found again, and text that is never wrong."""
+"""The prefix cache: the pool's counts of pages, what later sequences find again, and that their text is never wrong."""
 
 import io
 from collections import Counter
@@ -32,7 +32,8 @@ def tokens_of(engine, seq):
 
 
 class PagedExecutor(ScriptedExecutor):
-    """Keeps the tokens in pages, and sees at each step of a sequence that nobody else has written to its own."""
+    """An executor that keeps tokens in pages and checks at each step that no other sequence has written to the step's
+    pages."""
 
     def __init__(self, limits, draft_seed=0):
         super().__init__(limits, draft_seed)
@@ -47,7 +48,7 @@ class PagedExecutor(ScriptedExecutor):
         return [page[offset] for page, offset in (self.place(table, position) for position in range(count))]
 
     def scribble(self, running, count):
-        """Drafted tokens, behind the last one that is right."""
+        """Write drafted tokens after the sequence's last right token."""
         table = running.admit.block_table
         for position in range(len(running.tokens), len(running.tokens) + count):
             if not running.finished and position < len(table) * self.limits.page_size:
@@ -211,7 +212,7 @@ def test_a_state_is_kept_at_the_last_border_within_a_prompt(length, again, longe
 
 
 def test_a_state_is_kept_where_a_prompt_parts_from_an_earlier_one():
-    """Two prompts show what they have in common, which the third one then need not compute; with one snapshot the end
+    """Two prompts show what they share, which the third then need not compute; with one snapshot only the end
     of a prompt counts."""
     shared, cached = list(range(9)), dict[int, list[int]]()
     for count in (1, 2, 3):
@@ -235,7 +236,8 @@ def test_what_was_generated_is_not_resumed_where_there_is_a_state():
 @pytest.mark.parametrize(("new", "cached"), [(2, 4), (3, 8), (12, 16)])
 @pytest.mark.parametrize("run_ahead", [1, 3])
 def test_the_state_within_an_answer_is_kept_with_its_pages(new, cached, run_ahead):
-    """At the last border of pages that the answer reaches, unless it goes on behind another within the steps ahead."""
+    """The state is kept at the last page border that the answer reaches, unless it crosses another within the steps
+    ahead."""
     executor = PagedExecutor(paged_limits(prefill_chunk=16, num_snapshots=4, run_ahead=run_ahead))
     engine = Engine(executor, prefix_cache="fast")
     first = engine.add(ask(range(6), new=new))
@@ -246,7 +248,7 @@ def test_the_state_within_an_answer_is_kept_with_its_pages(new, cached, run_ahea
 
 
 def test_a_border_that_an_ended_answer_did_not_reach_is_not_resumed():
-    """The answer ends at a stop token, while a step that would have reached the border is in flight."""
+    """A page border is not resumed if the answer stopped before it while the step that would reach it was in flight."""
     executor = PagedExecutor(paged_limits(prefill_chunk=16, num_snapshots=4, run_ahead=4))
     engine = Engine(executor, prefix_cache="fast")
     expected = plain_continuation(range(6), 0, 12, set())
@@ -269,7 +271,7 @@ def test_the_snapshot_used_least_recently_goes_first():
 
 
 def test_pages_that_are_dropped_take_their_snapshot_with_them():
-    """All pages go to one long prompt, whose own snapshot is one of three."""
+    """When one long prompt takes all pages, the snapshot of a dropped prompt goes too and is found no more."""
     engine = Engine(PagedExecutor(paged_limits(max_sequences=1, prefill_chunk=16, num_snapshots=3)))
     for prompt, expected in ((range(6), 0), (range(40, 70), 0), (range(6), 0), (range(6), 4)):
         seq = engine.add(ask(prompt, new=2))
@@ -384,7 +386,7 @@ def test_what_follows_a_dropped_page_is_dropped_with_it():
 
 
 def cached_tokens(cache):
-    """The texts that would be found."""
+    """Return the texts that the cache would find."""
 
     def below(node, before):
         for tokens, child in node.children.items():
@@ -402,7 +404,7 @@ def test_pages_cannot_be_returned_twice_or_shared_without_contents(misuse):
 
 
 class Sequences(RuleBasedStateMachine):
-    """Sequences that come, compute and go, on a cache with room for three of them at their longest."""
+    """State machine of sequences that come, compute and go on a cache with room for three of the greatest length."""
 
     LONGEST, AT_A_TIME = 12, 3
 

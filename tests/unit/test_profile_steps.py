@@ -1,4 +1,4 @@
-"""Own times of kernels that overlap, from a trace."""
+"""Time of each kernel by itself, from a trace in which kernels overlap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Launch = profile_steps.Launch
 
 
 def step(at: float) -> list:
-    """`inner` starts while `begin` runs and ends 6 us after it; `hidden` runs within it; `end` comes after a gap."""
+    """Return a step's launches: `inner` overlaps `begin` and ends 6 us later, `hidden` runs within `inner`, `end`
+    after a gap."""
     return [
         Launch("begin", (1, 1, 1), at, 4.0),
         Launch("inner", (8, 1, 1), at + 1, 9.0),

@@ -1,4 +1,4 @@
-"""`cpmrt quantize` and `cpmrt convert` on tiny checkpoints: what they write, what reads it, what they refuse."""
+"""`cpmrt quantize` and `cpmrt convert` on tiny checkpoints: their output, reading it back, and their refusals."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ IDS = list(range(3, 43))
 
 @pytest.fixture(scope="module", autouse=True)
 def one_blas_thread():
-    """Products this small take longer on several threads, and much longer on a busy machine."""
+    """Run BLAS on one thread: products this small take longer on several, and much longer on a busy machine."""
     with threadpool_limits(1):
         yield
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A checkpoint whose linears are whole groups of 128."""
+    """A checkpoint whose linear layers have whole groups of 128 columns."""
     return write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", **SIZES)
 
 
@@ -50,7 +50,7 @@ def text(tmp_path_factory):
 
 
 def quantised(model, text, folder, *options):
-    """The folder that `cpmrt quantize` makes."""
+    """Run `cpmrt quantize` and return the folder it makes."""
     calibration = () if "rtn" in options else ("--calibration", str(text), "--windows", "4", "--window", "64")
     assert main(["quantize", str(model), str(folder), *calibration, *options]) == 0
     return folder
@@ -62,7 +62,7 @@ def logits(folder):
 
 
 def dequantised(folder, group_size, awq=False, but=None):
-    """The weights of a quantised folder, element by element, as the formats' papers and code define them.
+    """Return the weights of a quantised folder, dequantised as the formats' papers and code define them.
 
     `but` names a module that is left out.
     """
@@ -90,7 +90,7 @@ def dequantised(folder, group_size, awq=False, but=None):
 
 
 def plain_logits(model, weights, folder):
-    """Logits of the same model with these weights in a plain checkpoint."""
+    """Return the logits of the same model with these weights in a plain checkpoint."""
     folder.mkdir()
     for path in model.glob("*.json"):
         (folder / path.name).write_bytes(path.read_bytes())
@@ -282,7 +282,8 @@ def test_mistakes_are_explained(model, text, tmp_path, capsys, options, message)
 
 @pytest.mark.parametrize("command", ["quantize", "convert"])
 def test_a_folder_that_exists_is_refused_before_a_model_is_looked_for(tmp_path, capsys, monkeypatch, command):
-    """Which may be a download of many gigabytes."""
+    """An existing output folder is refused before the model is looked for, which may be a download of many
+    gigabytes."""
     monkeypatch.setattr(f"cpmrt.cli.{command}.ModelFolder", None)
     (tmp_path / "link").symlink_to("nothing")
     for out in (tmp_path, tmp_path / "link"):

@@ -26,13 +26,13 @@ PLAIN = GridSettings(32, search=False)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_blas_thread():
-    """Products this small take longer on several threads, and much longer on a busy machine."""
+    """Run BLAS on one thread: products this small take longer on several, and much longer on a busy machine."""
     with threadpool_limits(1):
         yield
 
 
 def problem(seed: int, rows: int = 24, columns: int = 256) -> tuple[np.ndarray, np.ndarray]:
-    """A weight, and the sum of x x^T of inputs with correlated features of unlike sizes."""
+    """Return a weight and the sum of x x^T over inputs with correlated features of different sizes."""
     random = np.random.default_rng(seed)
     weight = random.standard_normal((rows, columns)).astype(np.float32) / 16
     mixing = random.standard_normal((columns, columns)) * np.exp(random.standard_normal(columns))
@@ -41,7 +41,7 @@ def problem(seed: int, rows: int = 24, columns: int = 256) -> tuple[np.ndarray, 
 
 
 def bits(words: np.ndarray, place: int) -> np.ndarray:
-    """The 4 bits at `place` of every word."""
+    """Return the 4 bits at `place` of every word."""
     return (words.astype(np.int64) >> (4 * place)) & 15
 
 
@@ -109,7 +109,8 @@ def test_gptq_with_unrelated_inputs_is_rounding_to_nearest():
 
 
 def test_gptq_is_optimal_brain_quantisation_in_order():
-    """Equations 2 and 3 of the paper: the inverse Hessian shrinks by Gaussian elimination, no Cholesky, no blocks."""
+    """GPTQ gives the codes of equations 2 and 3 of its paper, computed by Gaussian elimination without Cholesky or
+    blocks."""
     weight, hessian = problem(7, rows=6, columns=160)
     grid = fit_grid(weight.reshape(6, -1, 32), PLAIN)
     scales, zeros = (np.repeat(part[..., 0], 32, axis=1).astype(np.float64) for part in (grid.scales, grid.zeros))

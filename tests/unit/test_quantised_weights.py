@@ -1,4 +1,4 @@
-"""Quantised checkpoints that are not what they say, heads rounded at load, specs and plans of quantised weights."""
+"""Quantised weights: checkpoints that contradict their settings, heads rounded at load, specs and plans."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def at(index: Any, value: Any) -> Callable[[Any], Any]:
     return change
 
 
-# Case, settings that replace its own, what is done to the tensors, what the error says.
+# Each: the case, settings that replace its own, the change of its tensors, the error's text.
 CONTRADICTIONS: list[tuple[str, dict[str, Any], Change | None, str]] = [
     ("gptq", {"group_size": 64}, None, f"wrong: '{Q}.scales' (expected [2, 128], got [1, 128])"),
     ("gptq", {"group_size": -1}, None, "'model.layers.0.mlp.down_proj.scales' (expected [1, 128], got [2, 128])"),

@@ -1,4 +1,4 @@
-"""quantization_config as the tools write it, and as they do not."""
+"""Reading quantization_config: as the quantising tools write it, and malformed ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cpmrt.config.quantization import read_quantization
 from cpmrt.errors import ConfigError, CpmrtError, UnsupportedModelError
 from cpmrt.weights.model_folder import ModelFolder
 
-# As GPTQModel 5, AutoGPTQ 0.7, AutoAWQ 0.2, AutoRound 0.9, llm-compressor 0.8 and optimum write them.
+# Settings as written by GPTQModel 5, AutoGPTQ 0.7, AutoAWQ 0.2, AutoRound 0.9, llm-compressor 0.8 and optimum.
 GPTQMODEL = {
     "bits": 4, "checkpoint_format": "gptq", "desc_act": False, "dynamic": {"-:.*lm_head": {}}, "group_size": 128,
     "lm_head": False, "meta": {"quantizer": ["gptqmodel:5.0.0"], "static_groups": False}, "pack_dtype": "int32",
@@ -183,7 +183,7 @@ def test_other_quantisations_are_not_supported(method: str) -> None:
 
 
 def test_quantize_config_beside(tmp_path: Path) -> None:
-    """As GPTQ tools of before config.json held the settings wrote it, without a quant_method."""
+    """A quantize_config.json without a quant_method, as older GPTQ tools wrote it beside config.json, is read too."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     beside = {key: value for key, value in AUTOGPTQ.items() if key != "quant_method"}
     (tmp_path / "quantize_config.json").write_text(json.dumps(beside))

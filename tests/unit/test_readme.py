@@ -1,4 +1,4 @@
-"""README, docs/ and the like: short enough, every command named, links that lead somewhere, examples that parse."""
+"""README, docs/ and the like: their length, a mention of every command, links with a target, examples that parse."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def command_lines(page: Path) -> list[list[str]]:
-    """Return the lines of a page's code blocks that call cpmrt, without remarks, pipes and line breaks."""
+    """Return the arguments of each cpmrt call in a page's code blocks, without comments, pipes and line breaks."""
     lines = []
     for block in re.findall(r"```[a-z]*\n(.*?)```", page.read_text(), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():

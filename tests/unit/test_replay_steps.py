@@ -1,4 +1,4 @@
-"""tools/replay_steps.py: a logged run agrees with itself, another result is found and named, so is what is no log."""
+"""tools/replay_steps.py: a logged run agrees with itself; a changed result, and a file that is no log, are named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REFERENCE = ("--executor", "reference")
 
 @pytest.fixture
 def logged(tmp_path, capsys):
-    """Log a run of the bundled model with these options."""
+    """Return a function that logs a run of the bundled model with the given options and returns the log's path."""
 
     def run(*options: str) -> Path:
         log = tmp_path / "run.jsonl"

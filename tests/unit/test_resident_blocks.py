@@ -1,4 +1,4 @@
-"""Multiprocessors of a process that has not all of them, and kernels whose blocks wait for each other."""
+"""The number of multiprocessors that a process may use, and kernels whose blocks wait for each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ OK, UNSUPPORTED = 0, 224
 
 
 def driver_that_says(monkeypatch, *, affinity=None, resource=None, has_resources=True, blocks_per_sm=1):
-    """Put a stand-in for the driver's bindings into sys.modules; None: the driver fails at that question."""
+    """Put a stand-in for the driver's bindings into sys.modules; where a value is None, the driver fails at that
+    query."""
 
     def answer(value):
         return (OK, value) if value is not None else (UNSUPPORTED, None)
@@ -74,7 +75,7 @@ def test_blocks_that_wait_for_each_other_must_all_find_room(monkeypatch):
 
 
 class Modules:
-    """Loads a kernel once, as `Modules` does."""
+    """Stand-in for cpmrt's `Modules` that, like it, loads each kernel once."""
 
     kernels: dict[str, SimpleNamespace]
 

@@ -1,4 +1,5 @@
-"""Commands and answers without a device: who reads, who starts what waits, and what happens when nothing comes."""
+"""Rings of commands and answers, without a device: reading answers, starting waiting steps, and answers that never
+come."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ IDLE, BUSY, FAULT = 0, 600, 700
 
 
 class HostMemory:
-    """Page-locked memory, but for the page lock."""
+    """Stand-in for page-locked memory, without the page lock."""
 
     all: list[HostMemory]
 
@@ -34,7 +35,7 @@ class HostMemory:
 
 
 class Device:
-    """Answers the commands that were launched, when it is told to."""
+    """A pretended device that answers launched commands when it is told to."""
 
     def __init__(self):
         self.status = BUSY
@@ -83,7 +84,8 @@ def test_an_answer_of_a_screened_step_has_its_count_of_tokens_too(device):
 
 
 def test_a_screened_step_that_was_not_run_any_more_has_no_count(device):
-    """The last sequence of a launch of several steps ended before this one, whose head counts nothing then."""
+    """A screened step that did not run, as its last sequence had ended earlier in the launch, is done without a
+    count."""
     device.rings.write_slots(DECODE, (1, 3))
     answer = device.rings.sent(2, (0, 0), is_screened=True)
     device.answer(1, NO_TOKEN)

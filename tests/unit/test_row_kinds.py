@@ -1,4 +1,4 @@
-"""Which graphs decode steps and trees have, and which of them the executor runs, without a device."""
+"""The graphs that decode steps and trees have, and the executor's choice among them, without a device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHORT_DENSE = replace(INSIDE_DENSE, length="short")
 def forward_of(
     config: dict[str, Any], device: Device = H200, sparse: Any = "off", draft: str | None = None, **settings: Any
 ) -> StepForward:
-    """The forward of a start on this device, on arrays without memory."""
+    """Return the forward that a start on this device makes, on arrays without memory."""
     engine = EngineConfig(load_format="dummy", **{"max_context": 65536} | settings)
     with config_folder(config, {}) as folder:
         model = ModelFolder.open(folder, weights=False, sparse=sparse)
@@ -71,7 +71,8 @@ def forward_of(
     (EIGHT_B, {"sparse": SPARSE, "draft": "lookup"}, [replace(DENSE, length="short"), DENSE, ANY_ROWS]),
 ])  # fmt: skip
 def test_the_kinds_of_one_row(config: dict[str, Any], options: dict[str, Any], kinds: Sequence[RowKind]) -> None:
-    """Where q, k, v and attention are one launch, short rows are launched otherwise in any context."""
+    """One row has the expected kinds; where q, k, v and attention are one launch, short rows have a kind in any
+    context."""
     assert list(forward_of(config, **options).row_kinds(1)) == kinds
 
 
@@ -83,7 +84,7 @@ def test_several_rows_are_never_short() -> None:
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, forward: StepForward, prompt: int, steps: int) -> list[RowKind]:
-    """The kinds of the graphs that the executor runs for the first steps behind a prompt of so many tokens."""
+    """Return the kinds of the graphs that the executor runs for the first steps after a prompt of `prompt` tokens."""
     sparse = forward._model.config.sparse
     made: Any = object.__new__(executor_module(monkeypatch).CudaExecutor)
     made._forward, made._screened, made._row_counts = forward, set(), (1, 2)
@@ -99,7 +100,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, forward: StepForward, prompt: int, s
 
 
 def masked_kinds(monkeypatch: pytest.MonkeyPatch, prompt: int, steps: Sequence[Decode]) -> list[tuple[int, RowKind]]:
-    """For how many rows and of which kind the graphs are that the executor runs for these steps under masks."""
+    """Return the row count and the kind of each graph that the executor runs for these steps under masks."""
     made: Any = object.__new__(executor_module(monkeypatch).CudaExecutor)
     forward, found = forward_of(EIGHT_B), list[tuple[int, RowKind]]()
     made._row_counts, made._masked_counts, made._num_logprobs, made._lengths = (1, 2), (1, 2, 4), {}, Lengths(())
@@ -115,7 +116,8 @@ def masked_kinds(monkeypatch: pytest.MonkeyPatch, prompt: int, steps: Sequence[D
 
 
 def test_a_row_under_a_mask_is_short_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several rows of a sequence, which bring certain tokens, nothing is known."""
+    """A row under a mask is short as any other, but several rows of a sequence, which bring certain tokens, are of no
+    kind."""
     steps = [Decode((1,), masks=(Mask(),))] * 3
     assert masked_kinds(monkeypatch, SHORT_KEYS - 2, steps) == [(1, SHORT), (1, SHORT), (1, ANY_ROWS)]
     steps = [Decode((1,), masks=(Mask(),), certain=((5, 6),)), Decode((1,), masks=(Mask(),), certain=((),))]
@@ -124,7 +126,7 @@ def test_a_row_under_a_mask_is_short_as_any_other(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("masks", [None, TreeMasks()], ids=["plain", "masked"])
 def test_a_tree_is_of_the_kind_of_its_deepest_node(monkeypatch: pytest.MonkeyPatch, masks: TreeMasks | None) -> None:
-    """And it is screened if few tokens can be chosen in all of its slots."""
+    """A tree has the kind of its deepest node, and may be screened if few tokens can be chosen in all of its slots."""
     made: Any = object.__new__(executor_module(monkeypatch).CudaExecutor)
     shapes, limit, found = (TreeShape.chain(3),), SPARSE["dense_len"] - 1, list[tuple[RowKind, bool]]()
     made._forward, made._lengths = forward_of(EIGHT_B, sparse=SPARSE, draft="lookup"), Lengths(shapes, limit)
@@ -144,7 +146,8 @@ def test_a_tree_is_of_the_kind_of_its_deepest_node(monkeypatch: pytest.MonkeyPat
 
 
 def test_graphs_under_masks_are_captured_for_all_kinds_at_once() -> None:
-    """A capture might wait for the device, which waits for the masks of the step before."""
+    """Graphs under masks are captured for all kinds at once: a later capture could wait for a device that awaits
+    masks."""
     captured, run, launched, prepared = list[Any](), list[Any](), list[Any](), list[int]()
     graphs: Any = SimpleNamespace(add=lambda key, launch: captured.append(launch), run=run.append)
     decode = lambda *form: launched.append(form)  # noqa: E731
@@ -169,7 +172,8 @@ def test_up_to_how_many_rows_a_head_is_screened(settings: dict[str, Any], rows: 
 
 
 def test_a_row_is_short_until_it_has_more_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's own token counts; with sparse attention the last short row ends a window of compressed keys."""
+    """A row counts its own token among its keys; with sparse attention the last short row ends a window of compressed
+    keys."""
     found = chosen(monkeypatch, forward_of(EIGHT_B), SHORT_KEYS - 2, 4)
     assert found == [SHORT, SHORT, ANY_ROWS, ANY_ROWS]
     found = chosen(monkeypatch, forward_of(EIGHT_B, sparse=SPARSE), SHORT_KEYS - 3, 5)

@@ -1,4 +1,4 @@
-"""The safetensors reader: what it reads, and all it refuses before a tensor byte is used."""
+"""The safetensors reader: files it reads, and files it refuses before a tensor byte is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cpmrt.weights.safetensors import MAX_HEADER_BYTES, SafetensorsFile
 
 
 def build(header: object, data: bytes = b"", length: int | None = None) -> bytes:
-    """A file with this header (JSON text, raw bytes or an object), whose length field may lie."""
+    """Return a file's bytes with this header (JSON text, raw bytes or an object), whose length field may be wrong."""
     if not isinstance(header, bytes):
         header = (header if isinstance(header, str) else json.dumps(header)).encode()
     return (len(header) if length is None else length).to_bytes(8, "little") + header + data
@@ -271,7 +271,8 @@ def test_two_gigabytes_open_in_milliseconds(tmp_path: Path) -> None:
 
 
 def open_and_touch(content: bytes, path: Path) -> bool:
-    """Whether the file opens. If so, the safetensors package must open it too and read the same bytes."""
+    """Return whether the file opens; if so, check that the safetensors package opens it too and reads the same
+    bytes."""
     path.write_bytes(content)
     try:
         file = SafetensorsFile.open(path)

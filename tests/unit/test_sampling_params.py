@@ -1,4 +1,4 @@
-"""What a request asks of sampling, what the model recommends, and what the two make together."""
+"""Sampling parameters of a request, defaults that a model recommends, and their combination."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_numbers_of_numpy_are_numbers(number):
 
 
 def test_none_is_no_stop_and_no_bias():
-    """As in vLLM, where it is the default."""
+    """None means no stop strings, stop tokens or bias, as in vLLM, where it is the default."""
     assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None) == SamplingParams()
 
 
@@ -165,7 +165,7 @@ def test_ids_that_are_no_list_are_told_so(ids):
 
 
 HUGE = 10**5000
-"""More digits than Python writes out."""
+"""A number with more digits than Python converts to text."""
 
 
 @pytest.mark.parametrize("given", [
@@ -216,7 +216,7 @@ def test_fields_of_a_dataclass_may_leave_out_what_is_in_them(hint, expected):
 
 
 class Unsaid:
-    """As pydantic has models that JSON cannot express."""
+    """A class whose schema cannot be made, like pydantic models that JSON cannot express."""
 
     @classmethod
     def model_json_schema(cls):
@@ -260,10 +260,10 @@ def test_seeds_of_requests_do_not_overlap():
 
 
 def test_the_mix_is_that_of_splitmix64():
-    """The first outputs of the published generator with state 0: it adds the same constant and mixes."""
+    """Seeds are mixed as in splitmix64: they equal the published generator's first outputs for state 0."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     golden = 0x9E3779B97F4A7C15
-    base = published[0]  # what seed 0 becomes
+    base = published[0]  # the result for seed 0
     assert request_seed(0, -base) == published[0]
     assert [request_seed(0, step * golden - base) for step in range(3)] == published
 

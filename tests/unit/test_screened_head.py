@@ -1,4 +1,4 @@
-"""A screened head without a device: its setting, its place in the plan, for whom it pays, and what stats say of it."""
+"""A screened head without a device: its setting, its place in the plan, the heads it pays for, and its statistics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_plan_has_the_copy_and_what_its_kernels_exchange(tied: bool) -> None
     added = {region.name: region.nbytes for region in screened.regions}
     for region in plain.regions:
         added.pop(region.name, None)
-    units, unit_bytes = -(-5001 // 16) * 2, 16 * 128 + 16 * 2  # of 16 rows and 128 columns; each is a run of K here
+    units, unit_bytes = -(-5001 // 16) * 2, 16 * 128 + 16 * 2  # 16 rows x 128 columns each, a run of K here
     assert added[f"{COPY}.codes"] == units * -(-unit_bytes // 128) * 128
     assert added["head_bounds"] == added["screened_logits"] == 4 * 5001
     lasting = sum(added[name] for name in (f"{COPY}.codes", "head_bounds", "screen_counters"))
@@ -103,7 +103,7 @@ def test_the_numpy_executor_takes_it_and_computes_the_whole_head() -> None:
 
 
 class Screening(ScriptedExecutor):
-    """Screens every second decode step and computes 10, 12, 14, ... tokens then."""
+    """An executor that screens every second decode step and rescores 10, 12, 14, ... tokens there."""
 
     def run_one(self) -> None:
         step, pending = self.queue[0]

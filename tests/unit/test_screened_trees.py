@@ -1,4 +1,4 @@
-"""A screened head in steps that verify drafted trees, without a GPU: which steps have it, and what they launch."""
+"""A screened head in steps that verify drafted trees, without a GPU: the steps that use it, and their launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAINS: dict[str, Any] = {"shapes": [(7, 1, 8), (32, 1, 33)], "adaptive": False}
 
 
 def rescored(launcher: Watching) -> list[tuple[int, int]]:
-    """The rows of each screened head that was launched, and whether its command was counted before."""
+    """Return the rows of each screened head that was launched, and whether its command was counted before."""
     return [(int(args[ROWS]), int(args[IS_COUNTED])) for name, args in launcher.launched if name == "rescore"]
 
 
@@ -53,7 +53,7 @@ def test_trees_of_up_to_32_rows_have_graphs_that_screen_the_head(blueprint_of: A
 def test_which_step_takes_them(
     blueprint_of: Any, monkeypatch: pytest.MonkeyPatch, step: Speculate, may_screen: bool, name: Any
 ) -> None:
-    """Those of captured rows that are few enough, if all of its sequences may: padding counts as rows do."""
+    """A step is screened if all its sequences may be and its captured rows, padding included, are few enough."""
     _, speculation = opened(blueprint_of("lookup", CHAINS, lm_head_screen=True))
     sent, ran = list[bool](), list[Any]()
     graphs = SimpleNamespace(run_step=lambda key, slots: ran.append(key))
@@ -69,7 +69,8 @@ def test_which_step_takes_them(
 def test_what_verifying_costs_is_timed_as_steps_verify(
     blueprint_of: Any, monkeypatch: pytest.MonkeyPatch, screen: bool
 ) -> None:
-    """Whole steps are timed with a greedy sequence: what is not of its passes would seem to cost too little."""
+    """Verification is timed as steps do it, screened where steps are, so that costs match steps timed with a greedy
+    sequence."""
     launcher, speculation = opened(blueprint_of("lookup", CHAINS, lm_head_screen=screen))
     monkeypatch.setattr(under_test, "launch_seconds", lambda _, launches: float(launches() or 1))
     for shape, num_rows in enumerate((8, 33)):

@@ -1,4 +1,4 @@
-"""Which kernel attends to chosen blocks, and how many clusters of it are launched."""
+"""Plans of attention to chosen blocks: the kernel, and the number of clusters launched."""
 
 from __future__ import annotations
 

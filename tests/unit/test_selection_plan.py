@@ -45,7 +45,7 @@ def test_which_chunks_have_a_kernel() -> None:
 @pytest.mark.parametrize("sms", [1, 16, 132, 5000])
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 12, 64, 300, 2048])
 def test_shapes_of_steps(rows: int, sms: int) -> None:
-    """Every row has a warp, no block is empty by its place in the grid, and a full grid has all of a device."""
+    """Every row has a warp, no block is empty by its place in the grid, and grids wider than a block fit the device."""
     made = plan(131_072, max(rows, 64), sms=sms, capability=80)
     for tiles in (made.coarse_tiles, made.fine_tiles, 1):
         (x, groups, heads), threads = made.shape(rows, tiles)

@@ -1,4 +1,5 @@
-"""Settings take integers of any kind and hold them as Python's own, which keys and constants of kernels are made of."""
+"""Integer settings of any type, NumPy's too: they are held as Python ints, which keys and kernel constants are made
+of."""
 
 from __future__ import annotations
 

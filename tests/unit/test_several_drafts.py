@@ -1,4 +1,4 @@
-"""Steps that draft for several sequences on a GPU, without one: how many they take, and what they launch."""
+"""Steps that draft for several sequences, without a GPU: the number of sequences they take, and their launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAFTS = ("eagle2", "eagle3", "dspark", "small", "lookup")
 
 @pytest.fixture(scope="module")
 def blueprint_of():
-    """A blueprint with a draft: one of DRAFTS, and settings of the engine; `target`: another config.json."""
+    """A function that makes a blueprint with the named draft and engine settings; `target` replaces config.json."""
     drafts = draft_configs("minicpm4-0.5b") | {"small": SMALL}
     drafts["dspark"]["target_layer_ids"] = [0]
     drafts["eagle3"]["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
@@ -41,7 +41,7 @@ def most_of(blueprint: Blueprint) -> tuple[int, ...]:
 
 
 def launched(blueprint: Blueprint) -> dict[Any, list[tuple[str, tuple[Any, ...]]]]:
-    """What each graph of drafting launches."""
+    """Return the kernels and arguments that each graph of drafting launches, by the graph's key."""
     (launcher, speculation), found = opened(blueprint), {}
     for name, launch in speculation.launches((64,)).items():
         launcher.launched = []
@@ -55,7 +55,8 @@ def launched(blueprint: Blueprint) -> dict[Any, list[tuple[str, tuple[Any, ...]]
     ("lookup", (8, 8, 7)),
 ])  # fmt: skip
 def test_as_many_as_there_are_rows_for(blueprint_of: Any, name: str, expected: tuple[int, ...]) -> None:
-    """64 rows of nodes, of a frontier, of tokens that wait for the draft after any shape, of blocks."""
+    """A step takes as many sequences as 64 rows hold: of nodes, a frontier, tokens that wait for the draft, and
+    blocks."""
     assert most_of(blueprint_of(name)) == expected
     assert most_of(blueprint_of(name, max_sequences=3)) == tuple(min(3, most) for most in expected)
     assert most_of(blueprint_of(name, max_sequences=1)) == (1,) * len(expected)
@@ -75,7 +76,8 @@ def test_what_keeps_a_step_to_one_sequence(blueprint_of: Any) -> None:
 @pytest.mark.parametrize("name", DRAFTS)
 @pytest.mark.parametrize("lookup", [0, 9])
 def test_steps_of_several_launch_what_steps_of_one_do(blueprint_of: Any, name: str, lookup: int) -> None:
-    """The same kernels, with a tree for each: buffers are large enough, or operators would refuse their shapes."""
+    """Steps of several sequences launch the kernels of steps of one, with a tree for each, and all fit in the
+    buffers."""
     if name == "lookup" and lookup:
         return
     found = launched(blueprint_of(name, {"lookup": lookup} if lookup else "auto"))

@@ -32,7 +32,7 @@ def generation(prompt, new=12, seed=0):
 
 
 class Caller:
-    """Makes random calls on a shared engine and checks each answer."""
+    """A thread's caller, which makes random calls on a shared engine and checks each answer."""
 
     def __init__(self, shared, seed):
         self.shared, self.random = shared, random.Random(seed)
@@ -146,7 +146,8 @@ def test_a_thread_serves_receivers_that_do_not_wait():
 @given(st.lists(st.sampled_from("asncr"), max_size=30), st.integers(1, 3), st.integers(0, 99))
 @settings(max_examples=60)
 def test_any_order_of_calls_of_one_thread(calls, max_sequences, seed):
-    """Streams of one thread: a call for which there is no slot runs the others to their end."""
+    """Any order of calls of one thread is right: a call for which no slot is free runs the thread's streams to their
+    end."""
     shared, source = shared_engine(max_sequences), random.Random(seed)
     streams = []
     for call in calls:

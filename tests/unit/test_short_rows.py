@@ -1,4 +1,4 @@
-"""Which decode steps are of short rows, as far as the host knows, and what a start compiles for them."""
+"""Decode steps that the host knows to have short rows only, and the kernels that a start compiles for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cpmrt.weights.model_folder import ModelFolder
 
 @dataclass(frozen=True)
 class Known:
-    """A step whose result is there."""
+    """A pending step whose result is already known."""
 
     result: StepResult
 
@@ -53,7 +53,8 @@ def test_every_step_adds_the_tokens_that_it_may_bring() -> None:
 
 
 def test_rows_are_short_or_long_together() -> None:
-    """Slots 0 to 3 are short, 4 to 7 long; a step that is padded has short rows in any case."""
+    """A step is short or long only if all its rows are; padding rows are short. Here slots 0 to 3 are short, 4 to 7
+    long."""
     lengths = Lengths(())
     for slot in range(8):
         lengths.add(Prefill(slot, (7,) * (SHORT_KEYS + (slot >= 4)), 0, True))
@@ -111,7 +112,7 @@ def test_rows_are_dense_as_long_as_none_can_have_to_choose() -> None:
 
 
 def compiled_for(folder: Path, shape: str, arch: str, **changes: Any) -> list[tuple[str, Any]]:
-    """The modules of a start with a model of this shape."""
+    """Return the modules that a start with a model of this shape compiles."""
     (folder / "config.json").write_text(json.dumps(shape_config(shape) | changes))
     device, model = known_device(arch), ModelFolder.open(str(folder), weights=False)
     blueprint = described(model, EngineConfig(load_format="dummy", max_context=4096), CudaTarget(device), None, "auto")
@@ -139,7 +140,7 @@ def test_a_start_compiles_the_kernel_of_short_rows(
     ("minicpm4-8b", "sm_87", []),
 ])  # fmt: skip
 def test_a_start_compiles_the_kernel_of_all_layers(tmp_path: Path, shape: str, arch: str, attends: list[bool]) -> None:
-    """Where there is one: below sm_90, with multiprocessors enough."""
+    """A start compiles the kernel of all layers where there is one: below sm_90, with enough multiprocessors."""
     modules = compiled_for(tmp_path, shape, arch, num_hidden_layers=2, quantization_config=gptq_config())
     found = [constants for file, constants in modules if file.endswith("row_layers.cu")]
     assert {bool(constants["ATTENDS"]) for constants in found} == set(attends)

@@ -1,4 +1,4 @@
-"""What config.json and a user may say about sparse attention, and what follows from it for plans and executors."""
+"""Sparse attention in config.json and in a user's settings: reading it, and its effect on plans and executors."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def sparse_8b(**section: object) -> ModelConfig:
 
 @pytest.mark.parametrize(("use_nope", "share"), [(False, 1 / 32 + 1 / 128), (True, 1 / 2 + 1 / 32 + 1 / 128)])
 def test_the_plan_counts_compressed_keys(use_nope, share):
-    """K1 is a sixteenth of the keys, K2 a sixty-fourth; keys before RoPE are as many as after it."""
+    """The plan has K1, a sixteenth of the keys, and K2, a sixty-fourth; keys before RoPE take as much as those after
+    it."""
     parts = plan_model(sparse_8b(use_nope=use_nope), EngineConfig(), itemsize=2, max_context=131072).part_bytes
     assert parts["compressed keys"] == share * parts["KV pages"]
 
@@ -193,7 +194,8 @@ def test_inspect_shows_them(tmp_path, capsys):
 
 
 def test_the_yardstick_of_a_sparse_step():
-    """At 128K: 96 blocks of keys and values in place of 2048, and the compressed keys, a sixteenth and a sixty-fourth
+    """A sparse step at 128K reads 96 blocks of keys and values, not 2048, and compressed keys, a sixteenth and a
+    sixty-fourth
     of the keys."""
     dense, sparse = ModelConfig.from_hf(shape_config("minicpm4-8b")), sparse_8b()
     context, per_token = 131072, 32768

@@ -1,4 +1,4 @@
-"""What `draft` and `speculate` come to, as arguments of LLM and as options of the command line."""
+"""`draft` and `speculate` as arguments of LLM and as options of the command line: the settings that they give."""
 
 from __future__ import annotations
 

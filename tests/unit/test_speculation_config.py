@@ -1,4 +1,4 @@
-"""The limits of tree shapes and of what a user may ask for."""
+"""Limits of tree shapes and of a user's speculation settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised sources on their way through the staging area: waves, reads, and what a device finds where."""
+"""Quantised sources in the staging area: waves, reads, and the places at which a device finds them."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 class HostTarget:
-    """An arena in host memory."""
+    """A load target whose arena is host memory."""
 
     def __init__(self, nbytes: int, dtype: DType):
         self.arena, self.dtype = np.zeros(nbytes, np.uint8), dtype
         self.slots = [memoryview(bytearray(1 << 20)) for _ in range(3)]
 
     def wait(self, slot: int) -> None:
-        """Nothing is ever under way."""
+        """Return at once, as no copy is ever in flight."""
 
     def submit(self, slot: int, job: Any) -> None:
         data = np.frombuffer(self.slots[slot][: job.nbytes], np.uint8)

@@ -1,4 +1,4 @@
-"""Stop strings: what is shown, when, and where the text is cut."""
+"""Stop strings: the text that is shown, when it is shown, and where it is cut."""
 
 import time
 
@@ -13,7 +13,7 @@ from cpmrt.text.streaming import StopAutomaton, stop_automaton
 
 
 def run(stop, pieces):
-    """All text shown, and whether a stop string was hit."""
+    """Return all text shown, and whether a stop string was hit."""
     strings, shown = StopStrings(stop), ""
     for piece in pieces:
         text, hit = strings.push(piece)
@@ -24,7 +24,7 @@ def run(stop, pieces):
 
 
 def cut(stop, text):
-    """The same by definition: the match that ends first, the longest of those."""
+    """Return the same by definition: cut at the match that ends first, the longest of those."""
     for end in range(1, len(text) + 1):
         hits = [len(s) for s in stop if text[:end].endswith(s)]
         if hits:

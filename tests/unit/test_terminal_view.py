@@ -1,4 +1,4 @@
-"""Text on a terminal, wherever it is cut into pieces: whole words, and all of them."""
+"""Streamed text on a terminal, cut into pieces anywhere: all words are shown, and shown whole."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_screen_is_the_same_wherever_the_text_is_cut(text, places):
 @given(texts, cuts)
 @example("| a | b |\n|---|---|\n| c | d | e |\n", [])
 def test_made_up_blocks_leave_nothing_of_their_source_on_the_screen(text, places):
-    """The letters on the screen are those of the text: none is lost, none is there twice."""
+    """The letters on the screen are those of the text: none is lost and none appears twice."""
     letters = [char for char in "".join(screen_after(shown(text, places))) if char.isalpha()]
     hidden = "py" * text.count("```py")
     assert len(letters) >= sum(char.isalpha() for char in text) - len(hidden)

@@ -47,14 +47,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ternary(model: Path, folder: Path, group_size: int = 128) -> Path:
-    """The folder that `cpmrt quantize --method ternary` makes."""
+    """Run `cpmrt quantize --method ternary` and return the folder it makes."""
     command = ["quantize", str(model), str(folder), "--method", "ternary", "--group-size", str(group_size), "--quiet"]
     assert main(command) == 0
     return folder
 
 
 def found_specs(folder: Path, **settings: Any) -> dict[str, Quantization | None]:
-    """How the matrices of a folder will be held, by name."""
+    """Return the quantisation in which each matrix of a folder is held, by name."""
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
     with Checkpoint.open(folder) as checkpoint:
         specs = weight_specs(config, EngineConfig(**settings), checkpoint)
@@ -67,7 +67,7 @@ def logits(folder: Path, **settings: Any) -> Any:
 
 
 def plain_rule(values: Any, group: int, eps: float = 1e-5) -> Any:
-    """The published rule in float64, one group after another."""
+    """Return the weights rounded by the published rule in float64, one group after another."""
     made = np.zeros_like(values, np.float64)
     for row, column in np.ndindex(values.shape[0], values.shape[1] // group):
         part = slice(column * group, (column + 1) * group)
@@ -158,7 +158,8 @@ def test_a_ternary_matrix_takes_two_bits_a_weight_and_its_scales() -> None:
 
 
 def test_an_8b_loads_into_less_than_3_gb(model: Path, tmp_path: Path) -> None:
-    """In fake-quantised bf16, untied: the head's 0.6 GB are pages of the file, of the embedding a token reads a row."""
+    """A fake-quantised, untied 8B model in bf16 takes under 3 GB, with the head's 0.6 GB, which are pages of the
+    file."""
     config = ModelConfig.from_hf(shape_config("minicpm4-8b") | {"quantization_config": ternary_config()})
     entries = {name: SimpleNamespace(dtype="BF16") for name in ("model.embed_tokens.weight", "lm_head.weight")}
     checkpoint = SimpleNamespace(entries=entries)
@@ -188,7 +189,8 @@ def test_embedding_and_head_stay_in_their_file(tmp_path: Path, is_tied: bool) ->
 
 
 def test_a_ternary_gguf_file_is_held_in_the_bytes_of_its_blocks(tmp_path: Path) -> None:
-    """TQ2_0, with the embedding in Q4_K and the head in Q6_K as BitCPM's files have them: 2.4 GB for an 8B."""
+    """TQ2_0 matrices, with a Q4_K embedding and a Q6_K head as in BitCPM's files, stay in blocks: 2.4 GB for an 8B
+    model."""
     types = {"token_embd.weight": "Q4_K", "output.weight": "Q6_K"}
     path = write_pair(tmp_path, "minicpm", lambda name: types.get(name, "TQ2_0")).gguf
     with LLM(path, executor="reference", dtype="bfloat16", max_context=64) as llm:

@@ -1,4 +1,4 @@
-"""tools/demo_model/ternary.py: the rule of its values, their gradient, and what is saved. Needs torch."""
+"""tools/demo_model/ternary.py: the rule of its values, their gradient, and the saved weights. Needs torch."""
 
 from __future__ import annotations
 

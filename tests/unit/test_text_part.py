@@ -1,4 +1,4 @@
-"""Which folders of the family run as they are, which by their language model, and which are refused with what would."""
+"""Folders of the MiniCPM family: those that run as they are, those whose language model runs, and those refused."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_nested_config_is_an_object() -> None:
         ModelConfig.from_hf({"architectures": ["MiniCPMV"], "version": 4.5, "text_config": [1]})
 
 
-# What the longest of the first models has and the others have not: an untied head, the base raised while it runs.
+# Only the long-context one of the first models has an untied head and a RoPE base raised at run time.
 MINICPM_2B_128K = {
     "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "hidden_size": 2304, "intermediate_size": 5760,
     "num_hidden_layers": 40, "num_attention_heads": 36, "num_key_value_heads": 36, "vocab_size": 127660,

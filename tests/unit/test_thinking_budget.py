@@ -23,13 +23,12 @@ CLOSING = (40, 41, 42)
 
 
 def closing_ids(token_ids):
-    """A thought that is open unless it holds a 7."""
+    """Return the closing tokens of a thought, which counts as open unless it holds a 7."""
     return () if 7 in token_ids else CLOSING
 
 
 def expected(prompt, new, stops, budget):
-    """The definition: sample, but behind `budget` tokens put the closing ones where the thought is open, up to a stop.
-    """
+    """Return the tokens by definition: sampled, with closing tokens after `budget` tokens in an open thought."""
     tokens = []
     while len(tokens) < new:
         tokens.append(next_token([*prompt, *tokens], 5))
@@ -112,8 +111,7 @@ def test_only_the_last_page_is_computed_again():
 
 @pytest.mark.parametrize("budget", range(1, 9))
 def test_the_next_turn_goes_on_with_the_state_behind_the_closing(budget):
-    """The executor compares the state that it begins with and the tokens of its pages, wherever a border of pages is.
-    """
+    """The next turn resumes from the state kept after the closing tokens; the executor checks states and pages."""
     limits = paged_limits(max_context=64, prefill_chunk=32, run_ahead=3, num_snapshots=4)
     engine = Engine(PagedExecutor(limits), prefix_cache="fast")
     thinking = ThinkingBudget(budget, lambda tokens: CLOSING)
@@ -160,7 +158,8 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("settings", [{}, {"draft": "lookup"}, {"prefix_cache": False}], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_an_answer_of_a_model(checkpoint, settings, temperature):
-    """Behind the marker comes what a prompt of all that gives, at the same positions with the same seed."""
+    """After the closing marker comes what a prompt of everything before gives, at the same positions with the same
+    seed."""
     fields = {"temperature": temperature, "seed": 3, "ignore_eos": True, "repetition_penalty": 1.2}
     with LLM(checkpoint, executor="reference", **settings) as llm:
         prompt = llm.chat_prompt([{"role": "user", "content": "hi"}])
@@ -181,7 +180,7 @@ def test_an_answer_of_a_model(checkpoint, settings, temperature):
 
 @pytest.mark.parametrize("draft", [None, "lookup"])
 def test_stop_strings_around_the_closing(checkpoint, draft):
-    """Token ids end with the token that completes the stop string, sampled or forced; the slot is free afterwards."""
+    """Token ids end with the token, sampled or forced, that completes a stop string; the slot is free afterwards."""
     fields = {"max_new_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True, "max_thinking_tokens": 30}
     with LLM(checkpoint, executor="reference", draft=draft) as llm:
         prompt = llm.chat_prompt([{"role": "user", "content": "hi"}])
@@ -193,7 +192,7 @@ def test_stop_strings_around_the_closing(checkpoint, draft):
             tokens = whole.token_ids[: len(cut.token_ids)]
             assert cut.token_ids == tokens and len(cut.logprobs) == len(tokens) == cut.stats.new_tokens
             assert stop in llm.tokenizer.decode(tokens)
-            if "\ufffd" not in stop:  # which is certain only a byte later
+            if "\ufffd" not in stop:  # U+FFFD is certain only a byte later
                 assert stop not in llm.tokenizer.decode(tokens[:-1])
         assert llm.generate(prompt, SamplingParams(**fields)).token_ids == whole.token_ids
 

@@ -1,4 +1,4 @@
-"""Lists of frequent tokens: what torch.save and JSON writers make, and files that want to be more than a list."""
+"""Lists of frequent tokens: files of torch.save and JSON writers, and malicious files, which are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB = 100_000
 
 
 def write_zip(path, pickled, storages=(), *, compression=zipfile.ZIP_STORED, folder="freq_8"):
-    """The layout of torch.save since torch 1.6."""
+    """Write a file in the layout of torch.save since torch 1.6."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr(f"{folder}/data.pkl", pickled)
         archive.writestr(f"{folder}/byteorder", "little")
@@ -34,7 +34,7 @@ def write_zip(path, pickled, storages=(), *, compression=zipfile.ZIP_STORED, fol
 
 
 def pickle_tensor(count, *, storage="LongStorage", offset=0, stride=1, key="0"):
-    """The instructions of a one-dimensional tensor: as in torch/serialization.py, by hand, without torch."""
+    """Return the pickle of a one-dimensional tensor, by hand and without torch, as torch/serialization.py writes it."""
 
     def text(value):
         raw = value.encode()
@@ -82,7 +82,7 @@ def test_a_json_list(tmp_path):
 
 
 class Runs:
-    """Unpickled, it would run a command."""
+    """An object that would run a command when unpickled."""
 
     def __init__(self, marker):
         self.marker = marker

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: BOS, special and added tokens, and what malformed files lead to."""
+"""The tokenizer of a checkpoint: BOS, special and added tokens, and errors for malformed files."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def tokenizer_json(with_bos=True):
 
 
 def write(folder, content=None, **files):
-    """A tokenizer folder: tokenizer.json and, by name without .json, the files beside it."""
+    """Write a tokenizer folder: tokenizer.json and the files beside it, named without .json; return the folder."""
     files["tokenizer"] = tokenizer_json() if content is None else content
     for name, value in files.items():
         text = value if isinstance(value, str) else json.dumps(value)
@@ -210,7 +210,7 @@ def test_missing_files_say_the_way_out(tmp_path):
 
 
 def paths(value, prefix=()):
-    """Where every value in a JSON document is, the vocabulary left out."""
+    """Yield the path of every value in a JSON document, the vocabulary left out."""
     yield prefix
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else []
     for key, item in items:

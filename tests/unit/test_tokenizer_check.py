@@ -1,4 +1,4 @@
-"""What a tokenizer.json may contain: real ones pass, and what would blow text up or end in a panic is refused."""
+"""The check of tokenizer.json: real ones pass, and those that would blow text up or end in a panic are refused."""
 
 import base64
 import json
@@ -64,7 +64,7 @@ def test_the_fewest_characters_of_an_expression(pattern, fewest):
 @example("(?=a*a*b)a")
 @example("(?:a{0,3}a{0,3}a*(?=b)|b)")
 def test_what_passes_matches_in_bounded_time(pattern):
-    """The library matches any expression that passes against a text made to fail, without reaching its own limit."""
+    """The library matches any accepted expression against a text made to fail, without reaching its own limit."""
     from tokenizers import Regex, pre_tokenizers
 
     try:
@@ -181,7 +181,7 @@ def test_a_table_of_replacements_is_followed_as_the_library_does():
     from tokenizers import normalizers
 
     units, place = np.zeros(512, np.uint32), 256 ^ ord("A")
-    units[0] = 256 << 10  # what follows the root is at 256 ^ character
+    units[0] = 256 << 10  # the root's children are at 256 ^ character
     units[place] = ord("A") | 1 << 8 | (place ^ 300) << 10  # "A" ends here, and its value is in unit 300
     units[300] = 1 << 31  # the replacement at byte 0
     table = charsmap(units, "bcd\0é\0".encode())
@@ -220,7 +220,7 @@ def test_tables_of_sentencepiece_pass():
 
 
 def test_a_normalizer_that_prepends_nothing_is_refused():
-    """The library panics on it where another normalizer follows."""
+    """A Prepend normalizer with an empty string is refused, as the library panics if another normalizer follows."""
     parts = [{"type": "Prepend", "prepend": ""}, {"type": "StripAccents"}]
     with pytest.raises(CheckpointError, match="prepend: expected a string that is not empty, got ''"):
         check_tokenizer({"normalizer": {"type": "Sequence", "normalizers": parts}}, "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Tokenizers of random components: what the check lets pass, the library loads and runs, or refuses without a panic."""
+"""Tokenizers of random components: the library loads and runs all that pass the check, or refuses without a panic."""
 
 import json
 

@@ -45,7 +45,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Products this small take longer on several threads, and much longer on a busy machine."""
+    """Run torch on one thread: products this small take longer on several, and much longer on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +68,8 @@ def tokens():
 
 
 def random_draft(method, target):
-    """A draft with four query heads on two key-value heads; EAGLE-3 knows half of the tokens and taps two layers."""
+    """Return a draft with four query heads on two KV heads, and its token ids; EAGLE-3's head has half of the
+    tokens."""
     ids = HEAD_IDS if method == "eagle3" else None
     taps = (0, 2, 1) if method == "eagle3" else ()
     vocab = 259 if ids is None else len(ids)
@@ -82,7 +83,7 @@ def random_draft(method, target):
 
 
 def plain_draft(draft, tokens, ids):
-    """The oracle for a draft over rows of tokens."""
+    """Return the NumPy oracle for a draft over rows of tokens."""
     target = draft.target
     return PlainDraft(
         draft.config, draft.tensors(), target.embed(torch.arange(target.config.vocab_size)).numpy(),
@@ -106,7 +107,7 @@ def test_target_is_the_model_of_the_reference_executor(family, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_pass_is_a_drafted_path(method, target, tokens):
-    """Row q of pass s: s drafted rows after a root at q - s, with the text's own tokens."""
+    """Row q of pass s equals the s-th drafted row after a root at q - s, given the text's own tokens."""
     draft, ids = random_draft(method, target)
     plain = plain_draft(draft, tokens, ids)
     features = features_of(draft, tokens)[0][:, :-1]
@@ -212,7 +213,7 @@ def test_a_cut_vocabulary_holds_the_stops_and_the_most_frequent_tokens():
 
 @pytest.fixture
 def block_draft(target):
-    """Two layers, blocks of four, no part of it zero."""
+    """A DSpark draft of two layers and blocks of four, with no parameter zero."""
     torch.manual_seed(3)
     draft = DSpark(DraftConfig("dspark", 64, 48, 4, 2, 32, 259, 1e-6, 1.0, (1, 2), 2, 4, 200, 16), target)
     with torch.no_grad():
@@ -222,7 +223,7 @@ def block_draft(target):
 
 
 def test_blocks_train_behind_a_target_in_bfloat16_as_behind_one_in_float32(folder, block_draft):
-    """As on a GPU."""
+    """A draft's losses behind a target in bfloat16, as on a GPU, are close to those behind one in float32."""
     short = DSpark(block_draft.config, Target(ModelFolder.open(folder), CPU, torch.bfloat16, 64))
     short.load_state_dict(block_draft.state_dict())
     tokens, roots = torch.randint(0, 259, (2, 17)), torch.tensor([[1, 8], [3, 9]])
@@ -232,7 +233,7 @@ def test_blocks_train_behind_a_target_in_bfloat16_as_behind_one_in_float32(folde
 
 
 def test_blocks_are_those_that_the_reference_executor_drafts(folder, block_draft, target, tmp_path):
-    """The file is read back, so both have weights rounded to 16 bits."""
+    """The reference executor drafts the blocks that training computes, both with weights read back in 16 bits."""
     draft, shape = block_draft, TreeShape.chain(4)
     write_draft(tmp_path / "draft", draft.config, ModelFolder.open(folder), draft.tensors(), None)
     config, tensors, names = read_draft(tmp_path / "draft")
@@ -270,7 +271,8 @@ def test_accepted_tokens_of_blocks_are_counted_up_to_the_first_wrong_one(block_d
 
 @torch.no_grad()
 def test_the_loss_of_blocks(block_draft, tokens):
-    """Against loops over roots and places; the confidence learns how often the best token is the target's."""
+    """The loss of blocks equals loops over roots and places; the confidence learns how often the best token is the
+    target's."""
     draft, roots = block_draft, torch.tensor([[1, 8], [4, 2]])
     total, entropies = draft.losses(tokens, roots)
     hidden, features = draft.target.hidden_states(tokens[:, :-1], draft.config.taps)
@@ -328,7 +330,7 @@ def test_the_tool_trains_and_measures(method, folder, tmp_path, capsys):
     assert len(rows) == 3 and [float(row[1]) for row in rows[1:]] == [0.0, 1.0]
     # The greedy text of a random target is a loop, and this draft has seen it.
     assert float(rows[1][2]) > 1.5
-    # Sizes and vocabulary are those of the draft that is there, and it is as good as it was.
+    # --resume keeps the sizes and vocabulary of the existing draft, which is as good as it was.
     assert main(["train-draft", *command, "--resume", "--steps", "1", "--batch", "48"]) == 0
     summary = next(json.loads(line) for line in capsys.readouterr().out.splitlines() if '"parameters"' in line)
     assert all(entropy < first for entropy, first in zip(summary["cross_entropy"], entropies[0], strict=True))

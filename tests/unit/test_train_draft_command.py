@@ -39,7 +39,7 @@ def test_the_program_is_found_in_a_wheel_and_in_a_checkout(tmp_path: Path, monke
     monkeypatch.setattr(cpmrt, "__file__", str(package / "__init__.py"))
     with pytest.raises(ConfigError, match="lacks the program .*pip install --force-reinstall"):
         tools_folder()
-    for folder in (tmp_path / "tools", package / "tools"):  # the second counts where both are there
+    for folder in (tmp_path / "tools", package / "tools"):  # where both exist, the second is used
         folder.mkdir()
         (folder / "train_draft.py").touch()
         assert tools_folder() == folder

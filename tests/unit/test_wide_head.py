@@ -25,7 +25,7 @@ def logits(folder: Path) -> Any:
 
 
 def test_it_is_the_matrix_that_its_numbers_say(tmp_path: Path) -> None:
-    """Against a checkpoint that has the same matrix in 32 bits."""
+    """An 8-bit head gives the logits of a checkpoint with the same matrix in 32 bits."""
     codes, scales = head_numbers()
     matrix = (codes.astype(np.float32) - 128) * np.repeat(scales.astype(np.float32), GROUP, axis=1)
     plain = write_wide_head(tmp_path / "plain")
@@ -38,7 +38,7 @@ def test_it_is_the_matrix_that_its_numbers_say(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of_settings", [{}, {"dynamic": None}, {"group_size": 128, "dynamic": {}}])
 def test_its_tensors_say_that_it_is_in_8_bits(tmp_path: Path, of_settings: dict[str, Any]) -> None:
-    if of_settings:  # without a rule the head has groups like the layers
+    if of_settings:  # without a rule the head has groups as large as the layers'
         codes, scales = head_numbers()
         zeros = np.ascontiguousarray(word_of(np.full((VOCAB, 1), 127, np.uint8)).T)
         changes = {

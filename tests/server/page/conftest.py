@@ -1,4 +1,5 @@
-"""A real browser for the tests of the chat page. They run under its own policy: no test may evaluate strings."""
+"""A real browser for the tests of the chat page, which run under the page's own policy: no test may evaluate
+strings."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Open an address in a browser of its own that has stored nothing yet; `page.problems` collects what goes wrong."""
+    """Return a function that opens an address in a fresh browser context; `page.problems` collects errors and
+    dialogs."""
     contexts = []
 
     def open_page(url: str, *, init_script: str = "", ready: str = "#question:focus", **options):

@@ -1,4 +1,4 @@
-"""The chat page for everybody: keyboard, screen readers, phones, the dark."""
+"""Accessibility of the chat page: keyboard, screen readers, phones, dark colours."""
 
 from __future__ import annotations
 

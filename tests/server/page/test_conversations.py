@@ -1,4 +1,4 @@
-"""Conversations of the chat page, in a browser: asked, stopped, branched, kept, renamed, deleted, taken along."""
+"""Conversations of the chat page, in a browser: asking, stopping, branching, keeping, renaming, deleting, exporting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serving import saying_llm, serving
 pytestmark = pytest.mark.all
 
 NUMBERS = " ".join(map(str, range(900)))
-"""Long, and no loop: the page ends answers that repeat themselves."""
+"""A long answer that is no loop, as the page ends answers that repeat themselves."""
 
 
 def test_a_conversation(page):

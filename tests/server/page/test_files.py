@@ -1,4 +1,4 @@
-"""The files of the chat page: all are served, they ask nobody else for anything, and nothing else may run."""
+"""The files of the chat page: all are served, they load nothing from other hosts, and no other script may run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as Markdown: what models write is shown right, piece by piece as at once, and stays text."""
+"""Answers as Markdown: shown right, the same in pieces as at once, and never run as HTML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HARMLESS_ATTRIBUTES = {
 
 
 class Elements(HTMLParser):
-    """Collects the names and attributes of all elements."""
+    """A parser that collects the names and attributes of all elements."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ Prices of $5 and $6, sums of $x_1 + y_1$ and \\(z\\).
 
 @pytest.fixture(scope="module")
 def show(browser, says):
-    """Return a function that gives the HTML of a text that comes in pieces."""
+    """Return a function that renders a text given in pieces and returns its HTML."""
     context = browser.new_context()
     page = context.new_page()
     page.goto(says.url)

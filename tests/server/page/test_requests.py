@@ -1,4 +1,4 @@
-"""What the chat page sends, and what it says of an answer: settings, the key, a full context, a limit on the length."""
+"""Requests of the chat page and its notes on answers: settings, the key, a full context, a limit on the length."""
 
 from __future__ import annotations
 

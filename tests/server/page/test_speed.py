@@ -1,4 +1,4 @@
-"""A long answer costs little in each frame, and what is written already is never drawn again."""
+"""Speed of the chat page: a long answer costs little in each frame, and written parts are never drawn again."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def cpu_ms_of_tasks(browser, page, text):
 @pytest.mark.parametrize("kind", ["answer", "code", "prose"])
 def test_each_frame_of_a_long_answer_is_short(browser, open_page, says, kind):
     tried = []
-    for _ in range(TRIES):  # programs beside it cost CPU time too: the page is as fast as in its best run
+    for _ in range(TRIES):  # other programs cost CPU time too, so the best run counts
         page = open_page(says.url, init_script=FAKE_MODEL)
         tasks, frames = cpu_ms_of_tasks(browser, page, of_kind(kind))
         assert len(frames) > 50
@@ -117,12 +117,12 @@ def test_what_is_written_is_not_drawn_again(open_page, says):
     }""")
     answered(page)
     assert page.evaluate("early.length > 20 && early.every(part => part.isConnected)")
-    # Formulas are drawn when Temml has come.
+    # Formulas are drawn once Temml is loaded.
     assert page.evaluate("changes") <= 2
 
 
 def test_an_answer_is_read_by_the_part_that_grows(open_page, says):
-    """The parser sees each character a few times, however long the answer is."""
+    """The Markdown parser reads each character of an answer a few times only, however long the answer is."""
     page = open_page(says.url)
     read = page.evaluate("""async text => {
       const { MarkdownStream } = await import("/page/markdown/stream.js");
