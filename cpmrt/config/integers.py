@@ -1,10 +1,15 @@
-"""Checks integers among the settings that a program gives: of any type, also NumPy's, but not bool."""
+"""Checks numbers, mostly integers, among the settings that a program gives: of any type, also NumPy's, but not bool."""
 
 from __future__ import annotations
 
 from numbers import Integral
 
 from cpmrt.errors import ConfigError, quoted
+
+
+def is_number(value: object, kind: type) -> bool:
+    """Whether a value is a number of this kind (`numbers.Integral`, `numbers.Real`); NumPy's are, bool is not."""
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def integer(value: object, low: int, high: int) -> int | None:

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from cpmrt.config.form import Form, choice_texts, form_of, schema_text
-from cpmrt.config.integers import integer
+from cpmrt.config.integers import integer, is_number
 from cpmrt.config.sampling_defaults import SamplingDefaults
 from cpmrt.errors import RequestError, quoted
 from cpmrt.keywords import checks_fields
@@ -149,15 +149,11 @@ _OPTIONAL = (
 def _number(name: str, value: Any) -> int | float:
     """Return a setting of any numeric type, also NumPy's, as Python's own. Raises RequestError out of its range."""
     kind, low, high, expected = _RANGES[name]
-    if _is_number(value, Integral if kind is int else Real):
+    if is_number(value, Integral if kind is int else Real):
         number = value if isinstance(value, int) else kind(value)  # an int may be too large for a float
         if low <= number <= high:
             return kind(number)
     raise RequestError(f"SamplingParams.{name}", expected=expected, actual=quoted(value))
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _biases(pairs: Any) -> tuple[tuple[int, float], ...]:
@@ -173,7 +169,7 @@ def _biases(pairs: Any) -> tuple[tuple[int, float], ...]:
         token: Any
         bias: Any
         token, bias = pair if isinstance(pair, (tuple, list)) and len(pair) == 2 else (None, None)
-        is_bias = _is_number(bias, Real) and -100 <= bias <= 100
+        is_bias = is_number(bias, Real) and -100 <= bias <= 100
         if not (_is_token_id(token) and is_bias):
             raise RequestError(
                 "SamplingParams.logit_bias", expected="token ids with numbers in [-100, 100]", actual=quoted(pair)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from cpmrt.config.integers import checked_bits, checked_integer, integer
+from cpmrt.config.integers import checked_bits, checked_integer, integer, is_number
 from cpmrt.errors import ConfigError, quoted
 
 DRAFT_METHODS = ("eagle2", "eagle3", "dspark", "model", "lookup")
@@ -198,7 +198,7 @@ class SpeculationConfig:
         least = self.min_confidence
         if least is None:
             return
-        if isinstance(least, bool) or not isinstance(least, Real) or not 0 <= least <= 1:
+        if not (is_number(least, Real) and 0 <= least <= 1):
             raise ConfigError("speculate: min_confidence", expected="a number in [0, 1]", actual=quoted(least))
         object.__setattr__(self, "min_confidence", float(least))
 
@@ -206,7 +206,7 @@ class SpeculationConfig:
         accept, most = self.forced_accept, self.shapes[0].max_emitted
         if accept is None:
             return
-        if isinstance(accept, bool) or not isinstance(accept, Real) or not 1 <= accept <= most:
+        if not (is_number(accept, Real) and 1 <= accept <= most):
             raise ConfigError(
                 "simulate_accept", expected=f"a number in [1, {most}], what the tree can give", actual=quoted(accept)
             )

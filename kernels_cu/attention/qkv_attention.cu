@@ -41,7 +41,7 @@ namespace quantised {
 #include "../linear_packed/packed_multiply.cuh"
 
 static_assert(LINEAR == 0 && ROWS == 1 && !SHARED_RUN && NORM && !PREPARED && !CLUSTERS && KEPT_ROUNDS == 1, "the product of one row");
-static_assert(kWarps == 8 && kSlots == HEAD_ROUNDS && kEarlySlots == kSlots, "all weights are asked for at once, and no others");
+static_assert(kWarps == 8 && kSlots == HEAD_ROUNDS && kEarlySlots == kSlots && kAllAreEarly, "all weights are asked for at once, and no others");
 static_assert(kChunkBytes >= 64, "sums of a tile lie where its weights did");
 
 // The product with the interface that qkv_row.cuh describes.
@@ -54,10 +54,7 @@ struct Product {
 
   DEVICE void prefetch(const scalar_t* norm) { RowPieces::prefetch_norm(norm); }
   DEVICE void prepare() const { wait(); }
-  DEVICE void wait() const {
-    for (int round = 0; round < HEAD_ROUNDS; round++)
-      if (at.tile(round) < weights.num_tiles) mbarrier_wait(weights.barriers + round * 8, 0);
-  }
+  DEVICE void wait() const { weights.wait_for_rounds(HEAD_ROUNDS); }
   DEVICE float multiply(const scalar_t* x, const scalar_t* norm, float eps) {
     const RowScale scale{at, eps};
     const Activations activations{at, nullptr};

@@ -157,7 +157,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
 
   pdl_wait();
   pdl_launch_dependents();  // only now: so kernels after the next one may read early what was written before this kernel
-  if (__builtin_expect(is_padding, false)) {
+  if (is_padding) {
     cluster_wait();
     product.wait();  // a block does not end while something is copied to it
     if (rank == 0 && attends) attention::store_zeros(out, heads);

@@ -131,6 +131,8 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
 
 // Whether the products of all rounds go side by side: with one row and runs of one slice.
 constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kRunSlices == 1 && kSlots >= KEPT_ROUNDS;
+// Whether all warps have asked for their weights of all rounds before x: then these come long before it, and nobody waits for them behind it.
+constexpr bool kWaitsBeforeX = kJoinsRounds && kAllAreEarly && kEarlySlots >= KEPT_ROUNDS;
 
 // Computes the whole product. x is (T, K), or with PREPARED the buffer that prepare_rows wrote; num_tiles: tiles of W, of latent_queries
 // those up to the end of the block's head.
@@ -156,7 +158,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
     visit_pairs(0, 0, num_tiles, T, [&](int i, int tile, int row, int, int) { epilogue.guess_angle(i, tile, row); });
   }
   if constexpr (LINEAR == 4) epilogue.look_up();
-  if constexpr (kJoinsRounds && kEarlySlots >= KEPT_ROUNDS) weights.wait_for_rounds(KEPT_ROUNDS);   // they come long before x
+  if constexpr (kWaitsBeforeX) weights.wait_for_rounds(KEPT_ROUNDS);
   pdl_wait();
   if (!kResident) activations.start_stages();
   if constexpr (CLUSTERS) cluster_wait();
@@ -190,7 +192,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
   if constexpr (kFetchesAhead) ahead.fetch(at);
   if constexpr (kJoinsRounds) {
     if (PREPARED || kLooksLate) look(0);
-    if constexpr (kEarlySlots < KEPT_ROUNDS) weights.wait_for_rounds(KEPT_ROUNDS);
+    if constexpr (!kWaitsBeforeX) weights.wait_for_rounds(KEPT_ROUNDS);
     Sums out[KEPT_ROUNDS] = {};
     accumulate_rounds(out, weights, activations, at);
     epilogue.settle(), scale.keep(prepared_scale, T);

@@ -135,8 +135,10 @@ struct Ahead {
 // The chunks that a warp copies before x is asked for: a constant where all warps copy equally many.
 #ifdef EARLY_WARPS
 #define EARLY_CHUNKS early_slots()
+constexpr bool kAllAreEarly = EARLY_WARPS == kWarps;
 #else
 #define EARLY_CHUNKS kEarlySlots
+constexpr bool kAllAreEarly = true;
 #endif
 
 // The warp's stream of chunks through its ring: its tiles in turn, of each the slices of its run.
