@@ -324,10 +324,14 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     "attention/qkv_attention.cu": tuple(
         _PACKED
         | {"LINEAR": 0, "HEAD_DIM": 64, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0, "STAGES": 3}
-        | {"EARLY_SLOTS": 11}
+        | {"EARLY_SLOTS": 11, "OUTPUT_ROUNDS": 0}
         | sizes
         for sizes in (
             {"IN_FEATURES": 1024, "GROUP": 8, "HEAD_ROUNDS": 5, "SMEM_BYTES": 53632},
+            {"IN_FEATURES": 1024, "GROUP": 8, "HEAD_ROUNDS": 5, "SMEM_BYTES": 53632, "OUTPUT_ROUNDS": 4, "KV_HEADS": 2},
+            {"IN_FEATURES": 512, "GROUP": 4, "HEAD_ROUNDS": 3, "SMEM_BYTES": 33920, "OUTPUT_ROUNDS": 2, "KV_HEADS": 2}
+            | {"ZEROS": 1},
+            {"IN_FEATURES": 512, "GROUP": 8, "HEAD_ROUNDS": 5, "SMEM_BYTES": 52352, "OUTPUT_ROUNDS": 4, "KV_HEADS": 1},
             {"IN_FEATURES": 256, "GROUP": 4, "HEAD_ROUNDS": 3, "SMEM_BYTES": 33280},
             {"IN_FEATURES": 640, "GROUP": 1, "HEAD_ROUNDS": 2, "SMEM_BYTES": 27136, "SCALE_GROUP": 32, "ZEROS": 1},
         )

@@ -103,12 +103,18 @@ class Ops(Protocol):
         window: int = 0,
         selection: Selection | None = None,
         after: Handoff = NOTHING,
-    ) -> None:
+        *,
+        is_projected: bool = False,
+    ) -> Handoff:
         """softmax(scale * q k) v for each row over positions 0 .. its own, of its own slot, or with a `window` over the
         last `window` of them, its own included. Where `rows` have tree masks, keys of a tree are found as `Rows` says.
 
         With a `selection`, which excludes a window, it goes over the positions of each KV head's blocks, in ascending
-        order; a row that leaves nothing out has the bits of one without a selection. `after`: the handoff of `qkv`."""
+        order; a row that leaves nothing out has the bits of one without a selection. `after`: the handoff of `qkv`.
+
+        `is_projected`: `project_residual` of `out`, the next op, gets the handoff of this one. It may then do the work
+        of both, which leaves `out` undefined."""
+        ...
 
     def prefill_attention(
         self,

@@ -181,7 +181,9 @@ class NumpyOps:
         window: int = 0,
         selection: Selection | None = None,
         after: Handoff = NOTHING,
-    ) -> None:
+        *,
+        is_projected: bool = False,
+    ) -> Handoff:
         check_shapes(
             "decode_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions, tree_masks=rows.tree_masks,
             tree_base=rows.tree_base, blocks=selection and selection.blocks,
@@ -195,6 +197,7 @@ class NumpyOps:
             groups = q[row].reshape(num_kv_heads, -1, head_dim)
             weights = softmax(groups @ keys.transpose(0, 2, 1) * np.float32(scale))
             out[row] = round_to((weights @ values).reshape(-1), self.dtype)
+        return NOTHING
 
     def prefill_attention(
         self,

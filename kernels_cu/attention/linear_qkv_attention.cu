@@ -17,6 +17,7 @@
 #endif
 #define LINEAR 0
 #include "norm_values.cuh"
+#define OUTPUT_ROUNDS 0
 #include "qkv_row.cuh"
 
 namespace unquantised {
@@ -133,11 +134,11 @@ struct Product {
 }  // namespace unquantised
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
-    KERNEL(linear_qkv_attention)(scalar_t* __restrict__ out, float* partials, int* arrivals, scalar_t* k_pages, scalar_t* v_pages,
-                                 const scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
+    KERNEL(linear_qkv_attention)(scalar_t* __restrict__ out, float* partials, scalar_t* k_pages, scalar_t* v_pages,
+                                 scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
                                  const float* __restrict__ rope, const int* positions, const int* slots, const int* block_tables,
                                  int num_splits, int pages_per_sequence, int max_context, float eps, float scale) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  attend<unquantised::Product>(memory, out, partials, arrivals, k_pages, v_pages, x, norm, weight, rope, positions, slots, block_tables,
-                               num_splits, pages_per_sequence, max_context, eps, scale);
+  attend<unquantised::Product>(memory, out, partials, k_pages, v_pages, x, norm, weight, rope, positions, slots, block_tables,
+                               num_splits, pages_per_sequence, max_context, eps, scale, nullptr, 0.0f);
 }

@@ -1,5 +1,6 @@
-// Makes q, k and v of one row and attends with them, by a cluster of eight blocks for each KV head. The template parameter `Product` is the
-// product qkv, of which it makes the rows that a KV head needs:
+// Makes q, k and v of one row and attends with them, by a cluster of eight blocks for each KV head. With OUTPUT_ROUNDS all blocks are one
+// cluster, and multiply the result with the output's weight too. The template parameter `Product` is the product qkv, of which it makes the
+// rows that a KV head needs:
 //   Place                  the calling lane's place; Weights: its constructor asks for the weights of the block's tiles
 //   prefetch(norm)         loads what it needs of the norm's weights
 //   prepare()              before pdl_wait, waits for what surely comes before x
@@ -8,6 +9,7 @@
 //   partial(run, round)    where these lie, 8 bytes for a row and its partner, once all warps have stored theirs
 //   kRuns                  number of runs of K
 //   kRowOffset             where kRoomBytes of shared memory are left for the row; all else of the first SMEM_BYTES is the product's own
+//   Projection             with OUTPUT_ROUNDS, the product behind the attention, see qkv_attention.cu
 #pragma once
 #include "cluster.cuh"
 #include "copy.cuh"
@@ -26,7 +28,16 @@ constexpr int kReceivedBytes = 2 * HEAD_DIM * 2;         // bytes of the row's k
 constexpr int kRowBytes = (GROUP + 2) * HEAD_DIM * 2;    // bytes of q, k and v that a block receives
 constexpr int kRoomBytes = kReceivedBytes + HEAD_ROUNDS * 32;  // and 32 bytes for each warp that finishes a tile, which it sends from there
 
-static_assert(GROUP <= 8 && CLUSTER == kCluster, "a cluster takes a KV head");
+#if OUTPUT_ROUNDS
+constexpr int kClusterBlocks = KV_HEADS * kCluster;              // all blocks of the grid
+constexpr int kAttendedBytes = KV_HEADS * GROUP * HEAD_DIM * 2;  // bytes of the row that attention makes
+static_assert(OUTPUT_ROUNDS * 32 <= kThreads, "a warp finishes a tile");
+static_assert(attention::kSlice <= 32, "a warp merges all vectors of a block");
+#else
+constexpr int kClusterBlocks = kCluster, kAttendedBytes = 0;
+#endif
+
+static_assert(GROUP <= 8 && CLUSTER == kCluster, "eight blocks take a KV head");
 static_assert(HEAD_ROUNDS * 32 <= kThreads, "a warp finishes a tile");
 static_assert(SMEM_BYTES % 128 == 0, "attention begins with a tile");
 
@@ -50,22 +61,57 @@ struct Output {
   }
 };
 
-// Adds up the sums of a tile over the runs of K, rotates and rounds them, and sends them to all blocks of the cluster. A head of queries
-// goes to its row of the tile `queries`, the key and the value go to `row`, the value behind the key. The tile's warp does it; every block's
-// barrier counts the bytes. The key or the value is also stored at `page_row`, if that is not null.
+// Adds up the sums of a tile over the runs of K, in order, for one of its eight rows and the row's partner.
 template <class Product>
-DEVICE void finish_tile(const Product& product, const Output& output, float factor, uint32_t queries, uint32_t row, uint32_t barrier,
-                        scalar_t* page_row) {
+DEVICE float2 sum_of_runs(const Product& product, int round, int row) {
+  float2 sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+  for (int run = 0; run < Product::kRuns; run++) {
+    const float2 part = load_shared2(product.partial(run, round) + row * 8);
+    sum.x += part.x, sum.y += part.y;
+  }
+  return sum;
+}
+
+// What a block knows of its place in the cluster. Three barriers lie one behind the other: they count the bytes of q, k and v of the row,
+// those of the results of runs, and those of the attention of all KV heads.
+struct Block {
+  unsigned char* own;   // the attention's part of shared memory
+  uint32_t row;         // where the row's key and value arrive
+  uint32_t barriers;
+  int rank, kv_head;
+
+  DEVICE uint32_t row_barrier() const { return barriers; }
+  DEVICE uint32_t run_barrier() const { return barriers + 8; }
+  DEVICE uint32_t attended_barrier() const { return barriers + 16; }
+  DEVICE int first_peer() const { return OUTPUT_ROUNDS > 0 ? kv_head * kCluster : 0; }   // the KV head's first block in the cluster
+  // Returns where the attention of all KV heads arrives: behind what peers send of runs.
+  DEVICE uint32_t attended() const { return shared_address(own) + attention::kReceivedOffset + kCluster * attention::kReceivedBytes; }
+
+  // Prepares the barriers. All threads call it.
+  DEVICE void prepare() const {
+    if (threadIdx.x == 0) {
+      mbarrier_init(row_barrier(), 1), mbarrier_init(run_barrier(), 1);
+      if (OUTPUT_ROUNDS > 0) mbarrier_init(attended_barrier(), 1);
+      mbarrier_init_fence();
+      mbarrier_arrive_expect(row_barrier(), kRowBytes);
+      if (OUTPUT_ROUNDS > 0) mbarrier_arrive_expect(attended_barrier(), kAttendedBytes);
+    }
+    __syncwarp();
+    cluster_announce();
+  }
+};
+
+// Adds up the sums of a tile over the runs of K, rotates and rounds them, and sends them to all blocks of the KV head. A head of queries
+// goes to its row of the tile of queries, with which the attention's memory begins, the key and the value go to block.row, the value behind
+// the key. The tile's warp does it. The key or the value is also stored at `page_row`, if that is not null.
+template <class Product>
+DEVICE void finish_tile(const Product& product, const Output& output, float factor, const Block& block, scalar_t* page_row) {
   if (!output.exists) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const uint32_t sent = row + kReceivedBytes + warp * 32;
+  const uint32_t sent = block.row + kReceivedBytes + warp * 32;
   if (lane < 8) {
-    float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-    for (int run = 0; run < Product::kRuns; run++) {
-      const float2 part = load_shared2(product.partial(run, warp) + lane * 8);
-      sum.x += part.x, sum.y += part.y;
-    }
+    const float2 sum = sum_of_runs(product, warp, lane);
     float lo = sum.x * factor, hi = sum.y * factor;
     if (output.is_rotated) rotate(lo, hi, output.cosine, output.sine);
     const scalar_t values[2] = {from_float(lo), from_float(hi)};
@@ -75,50 +121,126 @@ DEVICE void finish_tile(const Product& product, const Output& output, float fact
   }
   __syncwarp();
   if (lane >= 2 * kCluster) return;
-  const int half = lane / kCluster, peer = lane % kCluster, chunk = output.own % kHeadTiles + half * kHeadTiles, head = output.head();
+  const int half = lane / kCluster, peer = block.first_peer() + lane % kCluster;
+  const int chunk = output.own % kHeadTiles + half * kHeadTiles, head = output.head();
   const uint4 v = load_shared(sent + half * 16);
-  const uint32_t to = head < GROUP ? queries + attention::swizzled(head, chunk)
-                                   : row + (head - GROUP) * (HEAD_DIM * 2) + chunk * 16;
-  send_float4(peer_address(to, peer), peer_address(barrier, peer), __uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
+  const uint32_t to = head < GROUP ? shared_address(block.own) + attention::swizzled(head, chunk)
+                                   : block.row + (head - GROUP) * (HEAD_DIM * 2) + chunk * 16;
+  send_float4(peer_address(to, peer), peer_address(block.row_barrier(), peer), __uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
               __uint_as_float(v.w));
-  if (page_row != nullptr && peer == 0) store16(page_row + chunk * 8, v);
+  if (page_row != nullptr && lane % kCluster == 0) store16(page_row + chunk * 8, v);
+}
+
+// Waits for the warps that attend.
+DEVICE void attending_barrier() { barrier_wait(1, attention::kThreads); }
+
+// Attends with the row once it has come, and stores the block's part of the result where `target` says. The warps that attend call it.
+// is_filled: the block has one run, of `first_pages` pages, which came with fill().
+DEVICE void attend_row(const Block& block, attention::Stream& stream, const attention::Stream::NewRow& added, const attention::Keys& keys,
+                       const attention::Cut& cut, attention::Target target, const attention::Heads& heads, bool is_filled, int first_pages,
+                       float factor, float (&log_sums)[attention::kWarps][16]) {
+  const int rank = block.rank, warp = threadIdx.x >> 5;
+  unsigned char* const own = block.own;
+  mbarrier_wait(block.row_barrier(), 0);
+  attention::WarpState state;
+  attention::load_query(state, shared_address(own));
+  added.take(block.row);
+  stream.received = block.row;
+  // It is attended to outside of the loop, whose code is long.
+  attention::begin_run(state);
+  if (is_filled) attention::attend_filled(state, stream, keys, cut.first_page + rank * cut.run_pages, first_pages, factor);
+  for (; target.cluster < target.used_clusters; ++target.cluster) {
+    const int turn = target.cluster, members = min(kCluster, cut.num_runs - turn * kCluster), run = turn * kCluster + rank;
+    if (turn > 0 && rank >= members) cluster_wait();  // a block without a run takes part in the barrier below too
+    if (rank < members) {
+      const int page = cut.first_page + run * cut.run_pages, pages = min(cut.run_pages, cut.first_page + cut.num_pages - page);
+      attention::Stream::Place room;
+      if (turn == 0 && is_filled) {
+        room.k_tile = stream.ring;
+      } else {
+        attention::begin_run(state);
+        attention::attend(state, stream, keys, page, pages, factor, [] {});
+        room = stream.advance();
+      }
+      attention::publish_warp(state, room.k_tile, log_sums[warp]);
+      attending_barrier();
+      if (turn > 0) cluster_wait();  // what peers received before has been used
+      attention::send_slices(own, own + attention::kQueryBytes + (room.k_tile - stream.ring), log_sums, block.run_barrier(), rank, block.first_peer());
+      if (run + kCluster < cut.num_runs) {
+        attending_barrier();  // the results have been read
+        stream.load(room.k_tile, false, room, keys.length);
+        stream.load(room.k_tile + attention::kHalfPlace, true, room, keys.length);
+      }
+    }
+    if (threadIdx.x == 0) mbarrier_arrive_expect(block.run_barrier(), members * attention::kReceivedBytes);
+    mbarrier_wait(block.run_barrier(), turn & 1);
+    attention::merge_slices(own, heads, target, rank, members);
+    if (turn + 1 < target.used_clusters) cluster_announce();
+  }
+  // A thread merges the vectors that it has stored itself.
+  if (target.used_clusters > 1) target.merge_clusters(heads, rank);
+}
+
+// Sends the block's part of the attention, which lies in the place of the queries, to all blocks of the cluster. The warp that merged it calls
+// it.
+DEVICE void send_attended(const Block& block) {
+  constexpr int kSliceChunks = attention::kSlice / 2;   // of 16 bytes
+  const uint32_t from = shared_address(block.own), to = block.attended() + block.kv_head * GROUP * HEAD_DIM * 2;
+  __syncwarp();
+#pragma unroll
+  for (int i = threadIdx.x & 31; i < kSliceChunks * kClusterBlocks; i += 32) {
+    const int offset = (block.rank * kSliceChunks + i % kSliceChunks) * 16, peer = i / kSliceChunks;
+    const uint4 v = load_shared(from + offset);
+    send_float4(peer_address(to + offset, peer), peer_address(block.attended_barrier(), peer), __uint_as_float(v.x), __uint_as_float(v.y),
+                __uint_as_float(v.z), __uint_as_float(v.w));
+  }
+}
+
+// Multiplies the attention of all KV heads, once it has come, with the block's tiles of the output's weight, and adds the sums, times
+// `scale`, to x. All warps call it.
+template <class Projection>
+DEVICE void project_row(const Block& block, const Projection& projection, scalar_t* x, float scale) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const bool finishes = warp < OUTPUT_ROUNDS && lane < 8;
+  scalar_t* const own = x + (blockIdx.x * OUTPUT_ROUNDS + warp) * 16 + lane;
+  scalar_t before[2];
+  if (finishes) before[0] = own[0], before[1] = own[8];
+  mbarrier_wait(block.attended_barrier(), 0);
+  projection.multiply(block.attended());
+  __syncthreads();
+  if (!finishes) return;
+  const float2 sum = sum_of_runs(projection, warp, lane);
+  own[0] = from_float(fmaf(scale, sum.x, to_float(before[0])));
+  own[8] = from_float(fmaf(scale, sum.y, to_float(before[1])));
 }
 
 // Does all that the kernel does. `memory` is all of the block's dynamic shared memory; the other parameters are as in qkv_attention.cu.
 template <class Product>
-DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* arrivals, scalar_t* k_pages, scalar_t* v_pages,
-                   const scalar_t* x, const scalar_t* norm, const void* weight, const float* rope, const int* positions, const int* slots,
-                   const int* block_tables, int num_splits, int pages_per_sequence, int max_context, float eps, float scale) {
-  __shared__ uint64_t barriers[2];
+DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, scalar_t* k_pages, scalar_t* v_pages, scalar_t* x,
+                   const scalar_t* norm, const void* weight, const float* rope, const int* positions, const int* slots,
+                   const int* block_tables, int num_splits, int pages_per_sequence, int max_context, float eps, float scale,
+                   const void* output_weight, float output_scale) {
+  __shared__ uint64_t barriers[3];
   __shared__ float log_sums[attention::kWarps][16];
-  const int rank = blockIdx.x % kCluster, kv_head = blockIdx.x / kCluster, num_kv_heads = gridDim.x / kCluster;
-  const int num_tiles = (GROUP + 2) * num_kv_heads * kHeadTiles;
-  const attention::Heads heads = {static_cast<int64_t>(kv_head) * GROUP * HEAD_DIM, GROUP};
+  const Block block = {memory + SMEM_BYTES, shared_address(memory) + Product::kRowOffset, shared_address(barriers),
+                       static_cast<int>(blockIdx.x % kCluster), static_cast<int>(blockIdx.x / kCluster)};
+  const int rank = block.rank, kv_head = block.kv_head, num_kv_heads = gridDim.x / kCluster, warp = threadIdx.x >> 5;
   const typename Product::Place at;
-  typename Product::Weights weights(at, weight, num_tiles);
+  typename Product::Weights weights(at, weight, (GROUP + 2) * num_kv_heads * kHeadTiles);
   Product product{at, weights};
   product.prefetch(norm);
   const int slot = load_now(slots), position = load_now(positions);
   const bool is_padding = slot < 0 || position < 0;
-  const uint32_t row_barrier = shared_address(barriers), run_barrier = row_barrier + 8;
-  if (threadIdx.x == 0) {
-    mbarrier_init(row_barrier, 1), mbarrier_init(run_barrier, 1);
-    mbarrier_init_fence();
-    mbarrier_arrive_expect(row_barrier, kRowBytes);
-  }
-  __syncwarp();
-  cluster_announce();
+  block.prepare();
 
   // Asks for the block's first pages, except for the row's own key and value.
-  unsigned char* const own = memory + SMEM_BYTES;
-  const uint32_t row = shared_address(memory) + Product::kRowOffset;  // where the row's key and value arrive
-  const int warp = threadIdx.x >> 5;
+  unsigned char* const own = block.own;
   const bool attends = warp < attention::kWarps;
   const int64_t head_offset = static_cast<int64_t>(kv_head * kPageTokens + warp * attention::kKeys) * HEAD_DIM;
   const int64_t page_stride = static_cast<int64_t>(num_kv_heads) * kPageTokens * HEAD_DIM;
   const int* const block_table = block_tables + static_cast<int64_t>(slot) * pages_per_sequence;
   const attention::Keys keys = {position + 1, position};
-  const attention::Cut cut(keys, num_splits);
+  const attention::Cut cut(keys, OUTPUT_ROUNDS > 0 ? kCluster : num_splits);
   attention::Stream stream = {k_pages + head_offset,
                               v_pages + head_offset,
                               page_stride,
@@ -153,6 +275,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
 
   const int first_pages = min(cut.run_pages, cut.num_pages - rank * cut.run_pages);  // pages of the block's first run
   const bool is_filled = rank < cut.num_runs && rank + kCluster >= cut.num_runs && first_pages <= STAGES;
+  const attention::Heads heads = {OUTPUT_ROUNDS > 0 ? 0 : static_cast<int64_t>(kv_head) * GROUP * HEAD_DIM, GROUP};
   product.prepare();
 
   pdl_wait();
@@ -160,54 +283,26 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, int* a
   if (is_padding) {
     cluster_wait();
     product.wait();  // a block does not end while something is copied to it
-    if (rank == 0 && attends) attention::store_zeros(out, heads);
+    if (OUTPUT_ROUNDS == 0 && rank == 0 && attends) attention::store_zeros(out, heads);
     return;
   }
-  const float factor = product.multiply(x, norm, eps);
+  const float row_factor = product.multiply(x, norm, eps);
   __syncthreads();
   cluster_wait();  // the peers' barriers exist
-  finish_tile(product, output, factor, shared_address(own), row, row_barrier, page_row);
-  if (!attends) return;
-
-  mbarrier_wait(row_barrier, 0);
-  attention::Target target = {out, partials + static_cast<int64_t>(kv_head) * (num_splits / kCluster) * attention::kVectors * 5, 0,
-                              cut.clusters()};
-  attention::WarpState state;
-  attention::load_query(state, shared_address(own));
-  added.take(row);
-  stream.received = row;
-  // A short row has one run a block, whose pages came with fill(). It is attended to outside of the loop, whose code is long.
-  attention::begin_run(state);
-  if (__builtin_expect(is_filled, true))
-    attention::attend_filled(state, stream, keys, cut.first_page + rank * cut.run_pages, first_pages, scale * attention::kLog2e);
-  for (; target.cluster < target.used_clusters; ++target.cluster) {
-    const int turn = target.cluster, members = min(kCluster, cut.num_runs - turn * kCluster), run = turn * kCluster + rank;
-    if (turn > 0 && rank >= members) cluster_wait();  // a block without a run takes part in the barrier below too
-    if (rank < members) {
-      const int page = cut.first_page + run * cut.run_pages, pages = min(cut.run_pages, cut.first_page + cut.num_pages - page);
-      attention::Stream::Place room;
-      if (turn == 0 && is_filled) {
-        room.k_tile = stream.ring;
-      } else {
-        attention::begin_run(state);
-        attention::attend(state, stream, keys, page, pages, scale * attention::kLog2e, [] {});
-        room = stream.advance();
-      }
-      attention::publish_warp(state, room.k_tile, log_sums[warp]);
-      __syncthreads();
-      if (turn > 0) cluster_wait();  // what peers received before has been used
-      attention::send_slices(own, own + attention::kQueryBytes + (room.k_tile - stream.ring), log_sums, run_barrier, rank);
-      if (run + kCluster < cut.num_runs) {
-        __syncthreads();  // the results have been read
-        stream.load(room.k_tile, false, room, keys.length);
-        stream.load(room.k_tile + attention::kHalfPlace, true, room, keys.length);
-      }
+  finish_tile(product, output, row_factor, block, page_row);
+  const float factor = scale * attention::kLog2e;
+  if constexpr (OUTPUT_ROUNDS == 0) {
+    float* const workspace = partials + static_cast<int64_t>(kv_head) * (num_splits / kCluster) * attention::kVectors * 5;
+    if (attends) attend_row(block, stream, added, keys, cut, {out, workspace, 0, cut.clusters()}, heads, is_filled, first_pages, factor, log_sums);
+  } else {
+    const typename Product::Projection projection{at, weights, output_weight};
+    __syncthreads();  // the sums of q, k and v have been read
+    if (attends) {
+      attend_row(block, stream, added, keys, cut, {reinterpret_cast<scalar_t*>(own), nullptr, 0, 1}, heads, is_filled, first_pages, factor, log_sums);
+      if (warp == 0) send_attended(block);
+    } else {
+      projection.start(warp - attention::kWarps);
     }
-    if (threadIdx.x == 0) mbarrier_arrive_expect(run_barrier, members * attention::kReceivedBytes);
-    mbarrier_wait(run_barrier, turn & 1);
-    attention::merge_slices(own, heads, target, rank, members);
-    if (turn + 1 < target.used_clusters) cluster_announce();
+    project_row(block, projection, x, output_scale);
   }
-  if (target.used_clusters > 1 && attention::arrives_last(arrivals + kv_head * kCluster + rank, 1))
-    target.merge_clusters(heads, rank);
 }

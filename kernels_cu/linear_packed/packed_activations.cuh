@@ -136,6 +136,7 @@ struct Activations {
     constexpr int kRowPieces = kBlockSlices * 16;   // pieces of a token that the block reads
     constexpr int kNeeded = (ROWS * kRowPieces + kThreads - 1) / kThreads;
     constexpr int kBatch = kOwnRuns ? (kThreadPieces + kRunWarps - 1) / kRunWarps : kNeeded <= 2 ? kNeeded : kNeeded <= 4 || ROWS == 64 ? 4 : 8;
+    if (ROWS == 1 && kThreadPieces == 2) T = 1;   // code without the loop below is faster with two pieces, and slower with one or three
     const int first = SHARED_RUN ? at.run * kRowPieces : 0, pieces = SHARED_RUN ? at.slices * 16 : kPieces;
 #pragma unroll 1
     for (int start = 0; start < kRowPieces * T; start += kOwnRuns ? kRowPieces : kBatch * kThreads) {

@@ -1,5 +1,5 @@
-"""qkv_attention and linear_qkv_attention: they give the bits of the two ops that they join; the rows that they take;
-the data that they read early."""
+"""qkv_attention and linear_qkv_attention: they give the bits of the two or three ops that they join; the rows that they
+take; the data that they read early."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.ops.attention import qkv
 from cpmrt.cuda.ops.attention.attention import AttentionOps
 from cpmrt.cuda.ops.attention.decode import DecodePlan
-from cpmrt.cuda.ops.attention.qkv import HeldQkv, QkvAttentionPlan
+from cpmrt.cuda.ops.attention.qkv import HeldAttention, HeldQkv, QkvAttentionPlan
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.products import Products
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
-from cpmrt.ops import ANY_ROWS, OPS, Handoff, KVPages, QkvWeights, RowKind, Rows
+from cpmrt.ops import ANY_ROWS, OPS, SHORT_KEYS, Handoff, KVPages, QkvWeights, RowKind, Rows
 from cpmrt.reference.ops import NumpyOps
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -50,6 +50,10 @@ class Shape:
             return None
         return layout_of("qkv", self.size, self.group_size, device, zeros=self.zeros, head_dim=self.heads.head_dim)
 
+    def output_layout(self, device: Any) -> Any:
+        """Return the layout of the output's weight."""
+        return layout_of("residual", (self.columns, self.heads.q_size), self.group_size, device, zeros=self.zeros)
+
 
 SHAPES = {
     "0.5B": Shape(GroupedAttention(16, 2, 64), 1024),
@@ -62,6 +66,13 @@ SHAPES = {
     "0.5B in 16 bits": Shape(GroupedAttention(16, 2, 64), 1024, 0),
     "blocks with fewer tiles in 16 bits": Shape(GroupedAttention(6, 2, 64), 512, 0),
 }
+PROJECTED = {
+    "0.5B": SHAPES["0.5B"],
+    "groups of 32": SHAPES["groups of 32"],
+    "zero points, few query heads": Shape(GroupedAttention(8, 2, 64), 512, 128, 1),
+    "one KV head, runs without columns": Shape(GroupedAttention(8, 1, 64), 512),
+}
+"""Layers whose attention is multiplied with the output's weight in the same launch."""
 
 
 class OneRow:
@@ -73,7 +84,11 @@ class OneRow:
         heads, (rows, columns) = shape.heads, shape.size
         rng = np.random.default_rng(rows + columns)
         normal = normals(rng, dtype)
-        self.weight, self.values = self.weights(rng, cuda)
+        self.weight, self.values = self.weights(rng, cuda, shape.size, shape.layout(cuda.device))
+        self.output = None
+        if shape in PROJECTED.values():
+            size = columns, heads.q_size
+            self.output, _ = self.weights(rng, cuda, size, shape.output_layout(cuda.device))
         self.x, self.norm = normal(1, columns, spread=1.7), 1 + normal(columns, spread=0.25)
         angles = rng.random((max_context, heads.head_dim // 2), np.float32) * np.float32(6.28)
         self.rope = np.stack([np.cos(angles), np.sin(angles)])
@@ -86,13 +101,13 @@ class OneRow:
         self.held = {name: cuda.array(values, dtype) for name, values in on_device.items()}
         self.held |= {"rope": cuda.array(self.rope), "table": cuda.array(self.table)}
 
-    def weights(self, rng: Any, cuda: Any) -> tuple[Any, Any]:
-        """Return the weight on the device, and its values in float32."""
-        shape, dtype, (rows, columns) = self.shape, self.dtype, self.shape.size
-        if not shape.group_size:
+    def weights(self, rng: Any, cuda: Any, size: tuple[int, int], layout: Any) -> tuple[Any, Any]:
+        """Return a weight of this size on the device, and its values in float32."""
+        shape, dtype, (rows, columns) = self.shape, self.dtype, size
+        if layout is None:
             values = normals(rng, dtype)(rows, columns, spread=columns**-0.5)
             return cuda.array(values, dtype), values
-        layout, groups = shape.layout(cuda.device), columns // shape.group_size
+        groups = columns // shape.group_size
         codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
         scales = round_to((0.5 + rng.random((rows, groups), np.float32)) * np.float32(0.2 * columns**-0.5), dtype)
         zeros = rng.integers(0, 17, (rows, groups)).astype(np.float32) if shape.zeros else None
@@ -115,6 +130,13 @@ class OneRow:
         for _ in range(launches):
             step.launch(is_attended=is_attended)
         return step.words()
+
+    def project(self, position: int, slot: int, *, joined: bool, pdl: bool = False, launches: int = 1) -> list[Any]:
+        """Run the row's three ops, in one launch or in three, and return the words of x and of all keys and values."""
+        step = Step(self, position, slot, pdl=pdl)
+        for _ in range(launches):
+            step.project(joined=joined)
+        return [bits(self.cuda.numpy(step.x)), *step.words()[1:]]
 
 
 class Step:
@@ -139,13 +161,22 @@ class Step:
         self.attention.decode_attention(self.out, self.q, kv, self.rows, row.shape.heads.head_dim**-0.5, after=left)
         return left
 
+    def project(self, *, joined: bool, output_scale: float = 0.21) -> None:
+        """Launch the ops qkv, decode_attention and project_residual."""
+        row, kv = self.row, KVPages(self.k, self.v)
+        weights, scale = QkvWeights(row.held["norm"], row.weight), row.shape.heads.head_dim**-0.5
+        left = self.products.qkv(self.q, kv, self.x, weights, row.held["rope"], self.rows, EPS, is_attended=joined)
+        left = self.attention.decode_attention(self.out, self.q, kv, self.rows, scale, after=left, is_projected=joined)
+        assert isinstance(left.prepared, HeldAttention) == joined
+        self.products.project_residual(self.x, self.out, row.output, None, output_scale, left)
+
     def words(self) -> list[Any]:
         assert not self.row.cuda.numpy(self.row.arrays["attention_arrivals"]).any(), "counters were not reset"
         return [bits(self.row.cuda.numpy(array)) for array in (self.out, self.k, self.v)]
 
 
 def assert_same(actual: list[Any], expected: list[Any], what: object) -> None:
-    for name, words, wanted in zip(("out", "k", "v"), actual, expected, strict=True):
+    for name, words, wanted in zip(("out or x", "k", "v"), actual, expected, strict=True):
         assert np.array_equal(words, wanted), f"{name} of {what}"
 
 
@@ -224,6 +255,63 @@ def test_x_is_read_once_the_kernel_before_has_written_it(cuda: Any, name: str, p
         assert_same(step.words(), expected, position)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", PROJECTED)
+def test_with_the_output_the_bits_are_those_of_three_launches(cuda: Any, name: str, dtype: DType) -> None:
+    row = OneRow(cuda, PROJECTED[name], dtype)
+    for position in (position for position in POSITIONS if position < SHORT_KEYS):
+        one, three = (row.project(position, position % NUM_SLOTS, joined=joined) for joined in (True, False))
+        assert_same(one, three, position)
+
+
+@pytest.mark.gpu
+def test_with_the_output_a_long_row_comes_out_right(cuda: Any) -> None:
+    """Its attention is cut otherwise than in three launches, so last bits differ. What is added outweighs x."""
+    row = OneRow(cuda, PROJECTED["0.5B"], DType.BFLOAT16, max_context=8192)
+    for position in (2048, *FAR):
+        added = []
+        for joined in (True, False):
+            step = Step(row, position, 1)
+            step.project(joined=joined, output_scale=1e6)
+            added.append(cuda.numpy(step.x, row.dtype) - row.x)
+        assert np.linalg.norm(added[1]) > 10 * np.linalg.norm(row.x), position
+        assert np.linalg.norm(added[0] - added[1]) < 0.01 * np.linalg.norm(added[1]), position
+
+
+@pytest.mark.gpu
+def test_with_the_output_padding_changes_nothing(cuda: Any) -> None:
+    row = OneRow(cuda, PROJECTED["0.5B"], DType.BFLOAT16)
+    for position, slot in ((10**9, -1), (-1, 1), (-1, -1)):
+        step = Step(row, position, slot)
+        before = [bits(cuda.numpy(step.x)), *step.words()[1:]]
+        assert_same(row.project(position, slot, joined=True), before, slot)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROJECTED)
+def test_with_the_output_dependent_launches_give_the_same_bits(cuda: Any, name: str) -> None:
+    """Each launch reads the x that the one before has changed."""
+    row = OneRow(cuda, PROJECTED[name], DType.BFLOAT16)
+    for position in (0, 63, 64, 1087, 2047):
+        expected = row.project(position, 2, joined=False, launches=12)
+        assert_same(row.project(position, 2, joined=True, pdl=True, launches=12), expected, position)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("position", [0, 64, 1087, 2047])
+def test_with_the_output_x_is_read_once_the_kernel_before_has_written_it(cuda: Any, position: int) -> None:
+    row = OneRow(cuda, PROJECTED["0.5B"], DType.BFLOAT16)
+    expected = row.project(position, 0, joined=False)
+    for _ in range(3):
+        step = Step(row, position, 0, pdl=True)
+        stale = cuda.array(np.full(row.x.shape, np.nan, np.float32), row.dtype)
+        writer = SlowWriter(cuda, [step.x], [stale], [row.held["x"]])
+        writer.launch()
+        step.project(joined=True)
+        assert_same([bits(cuda.numpy(step.x)), *step.words()[1:]], expected, position)
+
+
 def decode_plan(shape: Shape, device: Any, **options: Any) -> DecodePlan:
     return DecodePlan.of(shape.heads, device, 4096, **options)
 
@@ -243,6 +331,26 @@ def test_which_layers_take_one_launch() -> None:
     for heads, columns in (large, (GroupedAttention(16, 2, 128), 2048), (GroupedAttention(24, 8, 64), 1536)):
         assert not is_planned(Shape(heads, columns)) and not is_planned(Shape(heads, columns, 0)), heads
     assert not is_planned(Shape(GroupedAttention(8, 2, 64), 256, 0)), "fewer than eight runs"
+
+
+def test_which_layers_take_their_output_into_the_launch() -> None:
+    def plan(shape: Shape, output: Any = None, device: Any = H200) -> QkvAttentionPlan | None:
+        held = QkvAttentionPlan.of(shape.size, shape.layout(device), decode_plan(shape, device), device)
+        assert held is not None
+        return held.projecting(output or shape.output_layout(device), device)
+
+    for name, shape in PROJECTED.items():
+        assert plan(shape) is not None, name
+    small = PROJECTED["0.5B"]
+    constants = plan(small).constants  # type: ignore[union-attr]
+    assert (constants.output_rounds, constants.kv_heads) == (4, 2)  # type: ignore[union-attr]
+    assert plan(small, device=replace(H200, has_wide_clusters=False)) is None
+    assert plan(small, layout_of("residual", (1024, 1024), 64, H200)) is None, "other groups"
+    assert plan(small, layout_of("residual", (1536, 1024), 128, H200)) is None, "more tiles than places"
+    for name in ("demo", "a query head for each of three", "blocks with fewer tiles in 16 bits"):
+        shape = SHAPES[name]
+        output = layout_of("residual", (shape.columns, shape.columns), shape.group_size or 128, H200)
+        assert plan(shape, output) is None, name
 
 
 def test_only_plain_rows_are_held() -> None:

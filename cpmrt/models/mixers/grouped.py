@@ -18,7 +18,7 @@ from cpmrt.config.layers import GroupedAttention, LayerConfig
 from cpmrt.memory.caches import PAGE_SIZE, CacheSpec
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD, OUTPUT, QKV, Names, Pass, Table, Weights
 from cpmrt.models.rope import rope_pieces
-from cpmrt.ops import CompressedKeys, Fp8Pages, KVPages, QkvWeights, Selection
+from cpmrt.ops import NOTHING, CompressedKeys, Fp8Pages, KVPages, QkvWeights, Selection
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 _COMPRESSED = "compressed keys"
@@ -156,13 +156,16 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
         selection = Selection(scratch.blocks, mixer.sparse)
     if rows.is_prefill:
         ops.prefill_attention(out, q, pages, rows, scale, window=mixer.window, selection=selection)
+        after = NOTHING
     else:
-        seen = rows.of_attention()
-        ops.decode_attention(out, q, pages, seen, scale, window=mixer.window, selection=selection, after=after)
+        after = ops.decode_attention(
+            out, q, pages, rows.of_attention(), scale, window=mixer.window, selection=selection, after=after,
+            is_projected=not mixer.output_gate,
+        )  # fmt: skip
     if mixer.output_gate:
         ops.gate_rows(out, None, scratch.gate, step.eps)
     ops.project_residual(
-        step.x, out, bound.output, bound.output_bias, step.residual_scale, ahead=bound.gate_up,
+        step.x, out, bound.output, bound.output_bias, step.residual_scale, after, ahead=bound.gate_up,
         is_prefill=rows.is_prefill,
     )  # fmt: skip
 

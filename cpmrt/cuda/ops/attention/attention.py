@@ -16,7 +16,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import Operands, prefill
 from cpmrt.cuda.ops.attention.decode import AttentionLaunch, AttentionScratch, DecodePlan, attend_rows
-from cpmrt.cuda.ops.attention.qkv import HeldQkv, attend_held
+from cpmrt.cuda.ops.attention.qkv import HeldAttention, HeldQkv
 from cpmrt.cuda.ops.attention.selected import SelectedChunkPlan, attend_selected_chunk, dense_rows, selected_launch
 from cpmrt.cuda.ops.attention.tree import shares_pages, tree_launch
 from cpmrt.cuda.ops.kv import is_fp8
@@ -120,16 +120,21 @@ class AttentionOps:
 
     def decode_attention(
         self, out: DeviceArray, q: DeviceArray, kv: KVPages, rows: Rows, scale: float, window: int = 0,
-        selection: Selection | None = None, after: Handoff = NOTHING,
-    ) -> None:  # fmt: skip
+        selection: Selection | None = None, after: Handoff = NOTHING, *, is_projected: bool = False,
+    ) -> Handoff:  # fmt: skip
+        """Launch the op `decode_attention`, or hold it for the launch of the output projection, which gets it in the
+        handoff."""
         check_shapes(
             "decode_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions, tree_masks=rows.tree_masks,
             tree_base=rows.tree_base, blocks=selection and selection.blocks,
         )  # fmt: skip
         if isinstance(after.prepared, HeldQkv):
             assert window == 0 and selection is None, "held for a row that sees everything"
-            attend_held(self._launch, after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
-            return
+            both = HeldAttention(after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
+            if is_projected:
+                return Handoff(both)
+            both.launch(self._launch)
+            return NOTHING
         is_tree, is_selected, length = rows.tree_masks is not None, selection is not None, rows.kind.length
         one = step_launch(
             self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected, length=length
@@ -139,6 +144,7 @@ class AttentionOps:
         held = (given, self._plan.decode, self._scratch, launch_one)
         if self._layers is None or window or not self._layers.takes_attention(*held):
             launch_one()
+        return NOTHING
 
     def prefill_attention(
         self, out: DeviceArray, q: DeviceArray, kv: KVPages, rows: Rows, scale: float, window: int = 0,

@@ -1,16 +1,16 @@
-"""The product qkv and the attention of one row in one launch, for rows where starting and ending two kernels takes most
-of the time."""
+"""The product qkv and the attention of one row in one launch, also with the output projection, for rows where starting
+and ending kernels takes most of the time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import HeadConstants, Operands
 from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
@@ -23,7 +23,7 @@ from cpmrt.ops import Fp8Pages, KVPages, QkvWeights, Rows
 _CAPABILITY, _BITS, _MOST_HEADS, _THREADS = 90, 4, 8, 256
 _HEAD_DIM = 64
 """The head_dim of the models that gain by one launch. Heads of 96 spill registers."""
-_CLUSTER = 8
+_CLUSTER, _MOST_BLOCKS = 8, 16
 """Blocks that share the rows of a KV head; also warps that share a tile, each with a run of K."""
 # The largest share of a multiprocessor's shared memory for a block. In 4 bits blocks find room beside those of a
 # gate_up product, which take a little more than half of it; in 16 bits a block has it alone, but for static memory.
@@ -35,11 +35,13 @@ _SQUARE_BYTES, _ROUND_BYTES = 128, 32
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkvAttentionConstants(LinearPackedConstants):
     """Compile-time constants of qkv_attention.cu: the product's, query heads of a KV head (`group`), tiles of a block
-    (`head_rounds`)."""
+    (`head_rounds`); with the output projection, its tiles of a block (`output_rounds`) and the number of KV heads."""
 
     head_dim: int
     group: int
     head_rounds: int
+    output_rounds: int = 0
+    kv_heads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,9 @@ class LinearQkvAttentionConstants(HeadConstants):
 
 
 QKV_ATTENTION = KernelSpec(
-    "qkv_attention", "attention/qkv_attention.cu", "decode_attention", QkvAttentionConstants, hot=True, arch="sm_90"
-)
+    "qkv_attention", "attention/qkv_attention.cu", "decode_attention", QkvAttentionConstants, hot=True, arch="sm_90",
+    has_wide_clusters=lambda sizes: sizes.get("KV_HEADS", 1) > 1,
+)  # fmt: skip
 LINEAR_QKV_ATTENTION = KernelSpec(
     "linear_qkv_attention", "attention/linear_qkv_attention.cu", "decode_attention", LinearQkvAttentionConstants,
     hot=True, arch="sm_90",
@@ -96,6 +99,30 @@ class QkvAttentionPlan:
             return None
         return cls(kernel, constants, num_kv_heads * _CLUSTER, shared_bytes, decode.num_splits)
 
+    def projecting(self, weight: PackedLayout, device: Device) -> QkvAttentionPlan | None:
+        """Return the plan with the output projection in the same launch; None where that stays a launch of its own.
+
+        A cluster then has the blocks of all KV heads, which send each other the row that attention makes. The weight is
+        streamed as that of q, k and v is, so it has the same columns, codes and groups.
+        """
+        own, most = self.constants, _MOST_BLOCKS if device.has_wide_clusters else _CLUSTER
+        if not isinstance(own, QkvAttentionConstants) or self.grid > most:
+            return None
+        kv_heads = self.grid // _CLUSTER
+        rounds, rest = divmod(weight.num_tiles, self.grid)
+        has_all_tiles = own.head_rounds * _CLUSTER * TILE_ROWS == (own.group + 2) * own.head_dim
+        columns = kv_heads * own.group * own.head_dim, own.in_features
+        streamed = own.weight_bits, own.scale_group, own.zeros, own.runs
+        is_alike = {weight.in_features} == set(columns) and streamed == (
+            weight.bits, weight.scale_group, weight.zeros, weight.runs
+        )  # fmt: skip
+        shared_bytes = self.shared_bytes + weight.in_features * 2
+        fits = shared_bytes <= device.shared_bytes_per_block * _MOST_SHARE
+        if rest or rounds > own.head_rounds or weight.run_slices > 1 or not (has_all_tiles and is_alike and fits):
+            return None
+        constants = replace(own, output_rounds=rounds, kv_heads=kv_heads)
+        return replace(self, constants=constants, shared_bytes=shared_bytes)
+
 
 def _packed(layout: PackedLayout, decode: DecodePlan, rounds: int, device: Device) -> QkvAttentionConstants | None:
     product = plan_kv_heads(layout, decode.units, device) if layout.bits == _BITS else None
@@ -123,6 +150,7 @@ def _plain(
 
 
 _plan = lru_cache(maxsize=64)(QkvAttentionPlan.of)
+_projecting = lru_cache(maxsize=64)(QkvAttentionPlan.projecting)
 
 
 def joined_plan(decode: DecodePlan, device: Device, kv: KVPages, weights: QkvWeights) -> QkvAttentionPlan | None:
@@ -163,13 +191,39 @@ def hold_qkv(
     return None if plan is None or norm is None else HeldQkv(plan, x, norm, data, rope, eps)
 
 
-def attend_held(launch: Launcher, held: HeldQkv, scratch: AttentionScratch, given: Operands) -> None:
-    """Launch the held op `qkv` of a row together with its attention."""
-    plan, kv, rows = held.plan, given.kv, given.rows
-    sizes = map(np.int32, (plan.num_splits, rows.block_tables.shape[1], held.rope.shape[1]))
-    launch(
-        plan.kernel, plan.constants, plan.grid, _THREADS,
-        given.out, scratch.partials, scratch.arrivals, kv.k, kv.v, held.x, held.norm, held.weight, held.rope,
-        rows.positions, rows.slots, rows.block_tables, *sizes, np.float32(held.eps), np.float32(given.scale),
-        smem=plan.shared_bytes, prefers_shared=True,
-    )  # fmt: skip
+@dataclass(frozen=True, eq=False, slots=True)
+class HeldAttention:
+    """The op `qkv` of one row and its attention, left to the launch of the output projection."""
+
+    qkv: HeldQkv
+    scratch: AttentionScratch
+    given: Operands
+
+    def launch(self, launch: Launcher) -> None:
+        """Launch both together, without the output projection."""
+        self._launch(launch, self.qkv.plan)
+
+    def launch_with(
+        self, launch: Launcher, device: Device, x: DeviceArray, weight: Weight, bias: DeviceArray | None, scale: float
+    ) -> bool:
+        """Launch all three together, where one launch can do that, and return whether it did."""
+        if not isinstance(weight, PackedWeight) or weight.perm is not None or bias is not None or x is not self.qkv.x:
+            return False
+        plan = _projecting(self.qkv.plan, weight.layout, device)
+        if plan is not None:
+            self._launch(launch, plan, weight.data, scale)
+        return plan is not None
+
+    def _launch(
+        self, launch: Launcher, plan: QkvAttentionPlan, weight: KernelArgument = None, scale: float = 0.0
+    ) -> None:
+        held, given, scratch = self.qkv, self.given, self.scratch
+        kv, rows = given.kv, given.rows
+        sizes = map(np.int32, (plan.num_splits, rows.block_tables.shape[1], held.rope.shape[1]))
+        output = (weight, np.float32(scale)) if plan.kernel is QKV_ATTENTION else ()
+        launch(
+            plan.kernel, plan.constants, plan.grid, _THREADS,
+            given.out, scratch.partials, kv.k, kv.v, held.x, held.norm, held.weight, held.rope, rows.positions,
+            rows.slots, rows.block_tables, *sizes, np.float32(held.eps), np.float32(given.scale), *output,
+            smem=plan.shared_bytes, prefers_shared=True,
+        )  # fmt: skip
