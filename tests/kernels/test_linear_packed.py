@@ -241,10 +241,12 @@ class Launcher(OnDevice):
         self.layout = case.layout(self.on)
         self.weight = cuda.array(packed_weight(case, self.layout))
 
-    def run(self, num_rows: int, *, pdl: bool = False, is_fed: bool = False) -> Any:
+    def run(self, num_rows: int, *, pdl: bool = False, is_fed: bool = False, **changes: Any) -> Any:
+        """Run the product as planned, but for `changes` of its constants."""
         case, permutation, outputs = self.case, self.arrays["permutation"], self.outputs(num_rows)
         kind = {"permuted": permutation is not None, "has_norm": self.arrays["norm"] is not None, "is_fed": is_fed}
         plan = plan_packed(self.layout, num_rows, self.on, **kind)
+        plan = replace(plan, constants=replace(plan.constants, **changes))
         product = self.product(num_rows, outputs)
         sizes = macros_of(product.built(plan.constants))
         kernel = self.cuda.kernel(f"linear_packed_{case.product}", case.dtype, **sizes)
@@ -509,6 +511,17 @@ def test_a_weight_that_comes_early_changes_nothing(cuda: Any, name: str, dtype: 
             given = replace(launcher.product(rows, outputs), x=launcher.arrays["x"][:rows])
             products.step(given, weight, NOTHING, ahead)
             assert np.array_equal(bits(launcher.words(rows, outputs)), bits(expected)), rows
+
+
+@pytest.mark.gpu
+def test_warps_that_ask_for_weights_of_several_rounds_behind_x_wait_for_them_there(cuda: Any) -> None:
+    """No plan lets some warps of such a product begin later than others; if one did, they would wait for ever before x."""
+    launcher = Launcher(cuda, make_case("0.5B gate_up", DType.BFLOAT16))
+    constants = plan_packed(launcher.layout, 1, launcher.on).constants
+    assert constants.kept_rounds > 1 and launcher.layout.run_slices == 1 and constants.early_warps is None
+    expected = bits(launcher.run(1))
+    for early_warps in (constants.warps // 2, 1):
+        assert np.array_equal(bits(launcher.run(1, early_warps=early_warps)), expected), early_warps
 
 
 def test_six_tiles_a_multiprocessor_are_one_round_of_whole_rows() -> None:
