@@ -515,7 +515,7 @@ def test_a_weight_that_comes_early_changes_nothing(cuda: Any, name: str, dtype: 
 
 @pytest.mark.gpu
 def test_warps_that_ask_for_weights_of_several_rounds_behind_x_wait_for_them_there(cuda: Any) -> None:
-    """No plan lets some warps of such a product begin later than others; if one did, they would wait for ever before x."""
+    """No plan makes such constants. Warps that ask for weights only behind x must not wait for them before it."""
     launcher = Launcher(cuda, make_case("0.5B gate_up", DType.BFLOAT16))
     constants = plan_packed(launcher.layout, 1, launcher.on).constants
     assert constants.kept_rounds > 1 and launcher.layout.run_slices == 1 and constants.early_warps is None
