@@ -203,7 +203,7 @@ class HeldAttention:
         """Launch both together, without the output projection."""
         self._launch(launch, self.qkv.plan)
 
-    def launch_with(
+    def launch_with_output(
         self, launch: Launcher, device: Device, x: DeviceArray, weight: Weight, bias: DeviceArray | None, scale: float
     ) -> bool:
         """Launch all three together, where one launch can do that, and return whether it did."""
