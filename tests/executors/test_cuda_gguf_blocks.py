@@ -11,7 +11,6 @@ from gguf_models import TypeOf, write_pair
 from reference.golden_models import relative
 
 from cpmrt import LLM, SamplingParams
-from cpmrt.cuda.load.repack import CONFIRMED_TYPES
 from cpmrt.cuda.ops.linear_packed.layout import width_of
 from cpmrt.errors import CheckpointError
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
@@ -36,7 +35,7 @@ def check(folder: Path, architecture: str, type_of: TypeOf, dtype: str) -> None:
             if executor == "cuda":
                 packed = [spec for spec in llm.plan.tensors if spec.quant is not None]
                 assert {width_of(spec.quant)[0] for spec in packed} <= {2, 4, 8}
-                assert len(packed) == 2 * 4 + 1 or type_of is mixed or type_of("") not in CONFIRMED_TYPES
+                assert len(packed) == 2 * 4 + 1 or type_of is mixed
     for ours, theirs in zip(*found.values(), strict=True):
         assert relative(ours, theirs) < TOLERANCE[dtype]
 

@@ -17,7 +17,7 @@ from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.ops.attention import qkv
 from cpmrt.cuda.ops.attention.attention import AttentionOps
 from cpmrt.cuda.ops.attention.decode import DecodePlan
-from cpmrt.cuda.ops.attention.qkv import HeldAttention, HeldQkv, QkvAttentionPlan
+from cpmrt.cuda.ops.attention.qkv import HeldQkv, HeldRowAttention, QkvAttentionPlan
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.products import Products
 from cpmrt.dtypes import DType, from_float32, round_to
@@ -167,7 +167,7 @@ class Step:
         weights, scale = QkvWeights(row.held["norm"], row.weight), row.shape.heads.head_dim**-0.5
         left = self.products.qkv(self.q, kv, self.x, weights, row.held["rope"], self.rows, EPS, is_attended=joined)
         left = self.attention.decode_attention(self.out, self.q, kv, self.rows, scale, after=left, is_projected=joined)
-        assert isinstance(left.prepared, HeldAttention) == joined
+        assert isinstance(left.prepared, HeldRowAttention) == joined
         self.products.project_residual(self.x, self.out, row.output, None, output_scale, left)
 
     def words(self) -> list[Any]:

@@ -163,7 +163,7 @@ def test_a_factor_without_a_kind_is_linear(good, tmp_path, key):
 def test_an_unknown_rotary_scaling_is_refused(good, tmp_path):
     path = changed(good, tmp_path / "0.gguf", "minicpm.rope.scaling.type", (files.STRING, "su"))
     path = changed(path, tmp_path / "1.gguf", "minicpm.rope.scaling.factor", (files.F32, 2.0), without=PLAIN[:2])
-    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.type"):
+    with pytest.raises(UnsupportedModelError, match=r"minicpm: rope\.scaling\.type"):
         opened(path)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cpmrt.bench.shapes import blocks_config, shape_config
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.cuda.load.repack import CONFIRMED_TYPES, takes_blocks, waves
+from cpmrt.cuda.load.repack import takes_blocks, waves
 from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, packed_layout
 from cpmrt.cuda.ops.linear_packed.products import UNPACKED_BYTES, held_weights, slice_rows
 from cpmrt.cuda.precompile import known_device
@@ -115,7 +115,7 @@ def test_blocks_keep_their_codes_in_the_next_width(name: str) -> None:
     layouts = {packed_layout(spec, DEVICE) for spec in held}
     assert {(layout.bits, layout.scale_group, layout.zeros) for layout in layouts} == {GGUF_WIDTHS[name]}
     assert len(held) == 4 * 32 + 1
-    assert {takes_blocks(spec) for spec in held} == {name in CONFIRMED_TYPES}
+    assert all(takes_blocks(spec) for spec in held)
     staging = plan.region("staging").nbytes
     assert staging >= max(piece.end_byte for wave in waves(held, staging) for piece in wave)
 

@@ -30,7 +30,6 @@ from cpmrt.weights.safetensors import FLOATS
 
 OWN_FORMAT = "gptq"
 """The format in which weights are staged whose codes are rounded or random, not read from a file."""
-CONFIRMED_TYPES = tuple(BLOCK_TYPES)
 STAGING = "staging"
 LARGEST_STAGING_BYTES = 128 << 20
 """The largest staging area that several sources share; a single source that is larger gets as much as it needs."""
@@ -187,12 +186,11 @@ def _pieces(specs: Iterable[TensorSpec]) -> Iterator[Piece]:
 def takes_blocks(spec: TensorSpec) -> bool:
     """Whether a packed product can hold a weight in blocks of GGUF.
 
-    Its rows are in order or, in qkv, reordered within each head as `unpaired` has it. Types other than
-    `CONFIRMED_TYPES`, whose kernels have not passed their tests on a GPU yet, are held in 16 bits instead.
+    Its rows are in order or, in qkv, reordered within each head as `unpaired` has it.
     """
     if spec.product in (None, "per_head") or spec.num_experts or spec.shape[1] % SLICE_COLUMNS:
         return False
-    if any(source.packing is None or source.packing.format not in CONFIRMED_TYPES for source in spec.sources):
+    if any(source.packing is None or source.packing.format not in BLOCK_TYPES for source in spec.sources):
         return False
     pairs = [source for source in spec.sources if source.rows is not None]
     if spec.product != "qkv":

@@ -18,7 +18,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.decode import DecodePlan
-from cpmrt.cuda.ops.attention.qkv import HeldAttention, hold_qkv
+from cpmrt.cuda.ops.attention.qkv import HeldRowAttention, hold_qkv
 from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, nodes_of, scales_of
@@ -185,7 +185,7 @@ class Products:
         """Launch the op `project_residual`."""
         check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         num_rows, factor = np.int32(len(x)), np.float32(scale)
-        if isinstance(after.prepared, HeldAttention):
+        if isinstance(after.prepared, HeldRowAttention):
             held, after = after.prepared, NOTHING
             if held.launch_with_output(self._launch, self._device, x, weight, bias, scale):
                 return

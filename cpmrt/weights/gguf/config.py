@@ -184,7 +184,7 @@ def _rope_scaling(model: GgufModel, keys: Fields) -> dict[str, Any] | None:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise UnsupportedModelError(
-            f"{model.path}: key 'rope.scaling.type'", expected="none | linear | yarn, or tensors of factors",
+            f"{keys.source}: rope.scaling.type", expected="none | linear | yarn, or tensors of factors",
             actual=quoted(kind),
         )  # fmt: skip
     # llama.cpp multiplies YaRN's own attention factor by the key's value; config.json has the product.

@@ -16,7 +16,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import Operands, prefill
 from cpmrt.cuda.ops.attention.decode import AttentionLaunch, AttentionScratch, DecodePlan, attend_rows
-from cpmrt.cuda.ops.attention.qkv import HeldAttention, HeldQkv
+from cpmrt.cuda.ops.attention.qkv import HeldQkv, HeldRowAttention
 from cpmrt.cuda.ops.attention.selected import SelectedChunkPlan, attend_selected_chunk, dense_rows, selected_launch
 from cpmrt.cuda.ops.attention.tree import shares_pages, tree_launch
 from cpmrt.cuda.ops.kv import is_fp8
@@ -130,7 +130,7 @@ class AttentionOps:
         )  # fmt: skip
         if isinstance(after.prepared, HeldQkv):
             assert window == 0 and selection is None, "held for a row that sees everything"
-            both = HeldAttention(after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
+            both = HeldRowAttention(after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
             if is_projected:
                 return Handoff(both)
             both.launch(self._launch)

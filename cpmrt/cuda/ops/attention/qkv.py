@@ -192,7 +192,7 @@ def hold_qkv(
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class HeldAttention:
+class HeldRowAttention:
     """The op `qkv` of one row and its attention, left to the launch of the output projection."""
 
     qkv: HeldQkv
