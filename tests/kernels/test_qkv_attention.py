@@ -152,6 +152,7 @@ class Step:
         launcher = cuda.launcher(dtype, pdl=pdl)
         self.products = Products(cuda.device, launcher, None, row.arrays, row.plan.decode)  # type: ignore[arg-type]
         self.attention = AttentionOps(launcher, row.plan, row.arrays)
+        self.writer: SlowWriter | None = None  # its kernel reads its arrays while the ops are launched
 
     def launch(self, *, is_attended: bool) -> Handoff:
         row, kv = self.row, KVPages(self.k, self.v)
@@ -173,6 +174,15 @@ class Step:
     def words(self) -> list[Any]:
         assert not self.row.cuda.numpy(self.row.arrays["attention_arrivals"]).any(), "counters were not reset"
         return [bits(self.row.cuda.numpy(array)) for array in (self.out, self.k, self.v)]
+
+
+def behind_slow_writer(row: OneRow, position: int) -> Step:
+    """Return the ops of a row whose x is NaN until a kernel that is under way writes it."""
+    step, cuda = Step(row, position, 0, pdl=True), row.cuda
+    stale = cuda.array(np.full(row.x.shape, np.nan, np.float32), row.dtype)
+    step.writer = SlowWriter(cuda, [step.x], [stale], [row.held["x"]])
+    step.writer.launch()
+    return step
 
 
 def assert_same(actual: list[Any], expected: list[Any], what: object) -> None:
@@ -247,10 +257,7 @@ def test_x_is_read_once_the_kernel_before_has_written_it(cuda: Any, name: str, p
     row = OneRow(cuda, SHAPES[name], DType.BFLOAT16)
     expected = row.run(position, 0, is_attended=False)
     for _ in range(3):
-        step = Step(row, position, 0, pdl=True)
-        stale = cuda.array(np.full(row.x.shape, np.nan, np.float32), row.dtype)
-        writer = SlowWriter(cuda, [step.x], [stale], [row.held["x"]])
-        writer.launch()
+        step = behind_slow_writer(row, position)
         step.launch(is_attended=True)
         assert_same(step.words(), expected, position)
 
@@ -304,10 +311,7 @@ def test_with_the_output_x_is_read_once_the_kernel_before_has_written_it(cuda: A
     row = OneRow(cuda, PROJECTED["0.5B"], DType.BFLOAT16)
     expected = row.project(position, 0, joined=False)
     for _ in range(3):
-        step = Step(row, position, 0, pdl=True)
-        stale = cuda.array(np.full(row.x.shape, np.nan, np.float32), row.dtype)
-        writer = SlowWriter(cuda, [step.x], [stale], [row.held["x"]])
-        writer.launch()
+        step = behind_slow_writer(row, position)
         step.project(joined=True)
         assert_same([bits(cuda.numpy(step.x)), *step.words()[1:]], expected, position)
 
