@@ -297,6 +297,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, scalar
   } else {
     const typename Product::Projection projection{at, weights, output_weight};
     __syncthreads();  // the sums of q, k and v have been read
+    // What a block merges takes the place of its queries. In a block without a run a warp may still be reading them, but has no use for them.
     if (attends) {
       attend_row(block, stream, added, keys, cut, {reinterpret_cast<scalar_t*>(own), nullptr, 0, 1}, heads, is_filled, first_pages, factor, log_sums);
       if (warp == 0) send_attended(block);
