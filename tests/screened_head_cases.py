@@ -51,6 +51,7 @@ class Head:
         launcher, results = self.cuda.launcher(self.dtype, pdl=True), self._results
         made = ScreenedHead(launcher, self._lm_head, self.plan, self.arrays, self.head, np.uint64(results.data.ptr))
         made.fill()
+        self.cuda.cupy.cuda.Device().synchronize()  # as behind loading: products ask for weights early
         return made
 
     def rounded(self, x: Any) -> Any:
