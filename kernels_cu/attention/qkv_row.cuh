@@ -146,7 +146,7 @@ DEVICE void attend_row(const Block& block, attention::Stream& stream, const atte
   attention::load_query(state, shared_address(own));
   added.take(block.row);
   stream.received = block.row;
-  // It is attended to outside of the loop, whose code is long.
+  // A run whose pages are there is attended to outside of the loop, whose code is long.
   attention::begin_run(state);
   if (is_filled) attention::attend_filled(state, stream, keys, cut.first_page + rank * cut.run_pages, first_pages, factor);
   for (; target.cluster < target.used_clusters; ++target.cluster) {

@@ -24,7 +24,8 @@ _CAPABILITY, _BITS, _MOST_HEADS, _THREADS = 90, 4, 8, 256
 _HEAD_DIM = 64
 """The head_dim of the models that gain by one launch. Heads of 96 spill registers."""
 _CLUSTER, _MOST_BLOCKS = 8, 16
-"""Blocks that share the rows of a KV head; also warps that share a tile, each with a run of K."""
+"""Blocks that share the rows of a KV head, which is also how many warps share a tile, each with a run of K; the most
+blocks of a cluster."""
 # The largest share of a multiprocessor's shared memory for a block. In 4 bits blocks find room beside those of a
 # gate_up product, which take a little more than half of it; in 16 bits a block has it alone, but for static memory.
 _MOST_SHARE, _MOST_SHARE_16 = 0.48, 0.99
