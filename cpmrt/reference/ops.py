@@ -172,18 +172,9 @@ class NumpyOps:
         sparse.select_blocks(blocks, q, kv, rows, scale, config, self.dtype)
 
     def decode_attention(
-        self,
-        out: F32,
-        q: F32,
-        kv: KVPages,
-        rows: Rows,
-        scale: float,
-        window: int = 0,
-        selection: Selection | None = None,
-        after: Handoff = NOTHING,
-        *,
-        is_projected: bool = False,
-    ) -> Handoff:
+        self, out: F32, q: F32, kv: KVPages, rows: Rows, scale: float, window: int = 0,
+        selection: Selection | None = None, after: Handoff = NOTHING, *, is_projected: bool = False,
+    ) -> Handoff:  # fmt: skip
         check_shapes(
             "decode_attention", out=out, q=q, k=kv.k, v=kv.v, positions=rows.positions, tree_masks=rows.tree_masks,
             tree_base=rows.tree_base, blocks=selection and selection.blocks,
