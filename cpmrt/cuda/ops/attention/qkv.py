@@ -112,11 +112,9 @@ class QkvAttentionPlan:
         kv_heads = self.grid // _CLUSTER
         rounds, rest = divmod(weight.num_tiles, self.grid)
         has_all_tiles = own.head_rounds * _CLUSTER * TILE_ROWS == (own.group + 2) * own.head_dim
-        columns = kv_heads * own.group * own.head_dim, own.in_features
+        has_all_columns = weight.in_features == own.in_features == kv_heads * own.group * own.head_dim
         streamed = own.weight_bits, own.scale_group, own.zeros, own.runs
-        is_alike = {weight.in_features} == set(columns) and streamed == (
-            weight.bits, weight.scale_group, weight.zeros, weight.runs
-        )  # fmt: skip
+        is_alike = has_all_columns and streamed == (weight.bits, weight.scale_group, weight.zeros, weight.runs)
         shared_bytes = self.shared_bytes + weight.in_features * 2
         fits = shared_bytes <= device.shared_bytes_per_block * _MOST_SHARE
         if rest or rounds > own.head_rounds or weight.run_slices > 1 or not (has_all_tiles and is_alike and fits):
