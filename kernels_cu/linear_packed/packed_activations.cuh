@@ -50,6 +50,10 @@ struct Activations {
     constexpr int kBatch = ROWS == 1 ? 1 : (ROWS + kTeams - 1) / kTeams;   // tokens of a team
     const int team = threadIdx.x / kRowThreads;
     const bool in_team = kThreads % kRowThreads == 0 || team < kTeams;
+    if (ROWS == 1 && kThreads > kRowThreads && team > 0) {   // the one row is that of the first team
+      weights.fill_ring();
+      return;
+    }
     uint4 v[kBatch][kThreadPieces];
 #pragma unroll
     for (int b = 0; b < kBatch; b++)
