@@ -126,6 +126,10 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _PACKED
         | _NO_NORM
         | {"AHEAD": 1},
+        {"LINEAR": 1, "IN_FEATURES": 2048, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _NO_NORM
+        | {"EARLY_SLOTS": 5, "SMEM_BYTES": 27520},
         {
             "LINEAR": 0,
             "IN_FEATURES": 4096,

@@ -81,6 +81,10 @@
 
 #if CLUSTERS
 #define PACKED_BOUNDS __cluster_dims__(RUNS, 1, 1) __launch_bounds__(kThreads, 1)
+#elif LINEAR == 1 && ROWS == 1 && IN_FEATURES == 2048 && WARPS == 8 && WEIGHT_BITS == 4 && SCALE_GROUP == 128 && !ZEROS
+// While attention has multiprocessors to itself, two blocks of this product share another one. They are compiled for so few registers that a
+// block of the next product with 24 warps finds room beside both.
+#define PACKED_BOUNDS __launch_bounds__(kThreads, kCopyEngine ? 6 : 1)
 #else
 #define PACKED_BOUNDS __launch_bounds__(kThreads, 1)
 #endif
