@@ -325,6 +325,17 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"HEAD_DIM": 128, "GROUP": 16, "STAGES": 3, "PORTABLE": 0} | _PLAIN | {"FP8": 1, "TREE": 1, "SELECTED": 1},
         {"HEAD_DIM": 64, "GROUP": 1, "STAGES": 2, "PORTABLE": 1} | _PLAIN | {"FP8": 1, "TREE": 1, "SELECTED": 1},
     ),
+    "linear_packed/ffn_row.cu": tuple(
+        _PACKED
+        | {"LINEAR": 2, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0, "EARLY_SLOTS": 11}
+        | sizes
+        for sizes in (
+            {"IN_FEATURES": 1024, "INNER_FEATURES": 4096, "KEPT_ROUNDS": 4, "SMEM_BYTES": 56704},
+            {"IN_FEATURES": 1024, "INNER_FEATURES": 3072, "KEPT_ROUNDS": 3, "SMEM_BYTES": 45824, "SCALE_GROUP": 32}
+            | {"FATRELU": 0},
+            {"IN_FEATURES": 512, "INNER_FEATURES": 1024, "SMEM_BYTES": 16512, "ZEROS": 1},
+        )
+    ),
     "attention/qkv_attention.cu": tuple(
         _PACKED
         | {"LINEAR": 0, "HEAD_DIM": 64, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0, "STAGES": 3}

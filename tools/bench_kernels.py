@@ -116,7 +116,8 @@ class Bench:
         plan = plan_model(config, settings, itemsize=2, max_context=context, needs=needs, specs=specs)
         arena = gpu.arena(plan)
         self.arrays, self.caches = held_arrays(arena, gpu.device), plan.caches
-        self.arrays.pop("packed_counter", None)  # without the counter each product of a layer is a launch of its own
+        for name in ("packed_counter", "packed_sums"):  # without them each product of a layer is a launch of its own
+            self.arrays.pop(name, None)
         gpu.randomise(everything, arena, specs)
         for array in map(self.arrays.get, _RANDOM):
             distribution = np.int64(array.size), np.uint64(1), np.float32(0), np.float32(1)

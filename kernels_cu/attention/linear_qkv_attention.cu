@@ -78,10 +78,11 @@ struct Product {
   }
   DEVICE void prepare() const {}
   DEVICE void wait() const { cp_async_wait_all(); }
-  DEVICE float multiply(const scalar_t* x, const scalar_t*, float eps) const {
+  template <class Load>
+  DEVICE float multiply(Load load, const scalar_t*, float eps) const {
     uint4 v[kOwnUnits][2];
 #pragma unroll
-    for (int u = 0; u < kOwnUnits; u++) v[u][0] = load16_past_l1(x + at.column(u)), v[u][1] = load16_past_l1(x + at.column(u) + 32);
+    for (int u = 0; u < kOwnUnits; u++) v[u][0] = load(at.column(u) / 8), v[u][1] = load(at.column(u) / 8 + 4);
     const float scale = rms(v, eps);
 #pragma unroll
     for (int u = 0; u < kOwnUnits; u++)
@@ -140,5 +141,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                                  int num_splits, int pages_per_sequence, int max_context, float eps, float scale) {
   extern __shared__ __align__(1024) unsigned char memory[];
   attend<unquantised::Product>(memory, out, partials, k_pages, v_pages, x, norm, weight, rope, positions, slots, block_tables,
-                               num_splits, pages_per_sequence, max_context, eps, scale, nullptr, 0.0f);
+                               num_splits, pages_per_sequence, max_context, eps, scale, nullptr, 0.0f, nullptr, 0.0f);
 }

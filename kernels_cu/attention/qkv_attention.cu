@@ -1,11 +1,12 @@
 // qkv_attention: the product qkv and the attention of one row in one launch, and the product with the output's weight, too.
 //
 // formula        those of linear_packed_qkv (without a bias) and of decode_attention (all keys, no tree, 16-bit pages), one after the other;
-//                with OUTPUT_ROUNDS then that of linear_packed_residual (without a bias): x += output_scale * (attention output_weight^T)
+//                with OUTPUT_ROUNDS then that of linear_packed_residual (without a bias): x += output_scale * (attention output_weight^T),
+//                and before all that x += sums_scale * (sums[0] + .. + sums[7]), unless sums is null
 // out            [H*D] scalar_t; slot -1: zeros. With OUTPUT_ROUNDS nothing is stored there, and slot -1 leaves x as it is
 // partials, k_pages, v_pages, positions, slots, block_tables, num_splits: as in decode_attention.cu; k and v of the row are stored
 // x              [K] scalar_t; norm [K]; weight packed as in packed_layout.cuh; rope [2, max_context, D / 2] float32
-// output_weight  (K, K), packed alike, for LINEAR = 1; read with OUTPUT_ROUNDS only
+// output_weight  (K, K), packed alike, for LINEAR = 1; read with OUTPUT_ROUNDS only, as is sums, [8][K] float32, which ffn_row left
 // constants      GROUP: query heads of a KV head, at most 8. HEAD_ROUNDS: tiles of a block, an eighth of the KV head's, at most 8. STAGES:
 //                places of the rings of pages, at least 2. SMEM_BYTES: shared memory of the product, a multiple of 128; attention's memory
 //                follows it. The product's part leaves a ring of weights HEAD_ROUNDS chunks. EARLY_SLOTS: HEAD_ROUNDS or more.
@@ -16,7 +17,7 @@
 //                STAGE_SLICES: CLUSTERS: RECEIVED_APART: FEEDS: TRIGGER: PORTABLE: as in linear_packed.cu for the normalised product qkv of
 //                one row, whose eight warps have a run of at most 128 columns each
 // grid           8 * KV heads in clusters of 8, with OUTPUT_ROUNDS in one cluster; block 256; dynamic shared memory SMEM_BYTES +
-//                16 * D * 2 + STAGES * 64 * D * 4 + 5 * GROUP * D, and with OUTPUT_ROUNDS K * 2 more
+//                16 * D * 2 + STAGES * 64 * D * 4 + 5 * GROUP * D, and with OUTPUT_ROUNDS K * 4 more
 // launched after kernels of which `embed`, or the qkv kernel of another layer, is the last to release its successor only after its own
 //                wait: so position and slot of the row, and pages older than it, are read before pdl_wait
 // numerics       the bits of linear_packed_qkv, decode_attention and linear_packed_residual. With OUTPUT_ROUNDS a row of more than 2,048 keys
@@ -27,8 +28,9 @@
 //                blocks of a cluster make the rows of q, k and v that their KV head needs, a tile a round for eight warps with a run of K
 //                each, and send them to each other. Weights, pages and block tables were asked for before x was there. A row of any length
 //                comes out right, but of a long one each block takes many runs of pages, one after another: decode_attention shares them
-//                out among many clusters. With OUTPUT_ROUNDS the blocks of all KV heads then send each other what they have merged, and the
-//                four warps of a block that do not attend have meanwhile copied the weights of its tiles to where those of qkv were
+//                out among many clusters. With OUTPUT_ROUNDS each block reads the columns of x that it will finish, and sends them, with the
+//                sums added, to all blocks. In the end the blocks of all KV heads send each other what they have merged, and the four warps of
+//                a block that do not attend have meanwhile copied the weights of its tiles to where those of qkv were
 #if !defined(GROUP) || !defined(HEAD_ROUNDS) || !defined(STAGES) || !defined(LINEAR) || !defined(HEAD_DIM) || !defined(IN_FEATURES) || \
     !defined(WEIGHT_BITS) || !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(ROWS) || !defined(WARPS) || \
     !defined(WARPGROUPS) || !defined(SHARED_RUN) || !defined(NORM) || !defined(PREPARED) || !defined(STAGE_SLICES) || \
@@ -117,14 +119,23 @@ struct Product {
   static constexpr int kRuns = kFilledRuns, kRowOffset = kPartialOffset;
   const Lane& at;
   WeightStream& weights;
+  RowPieces pieces;
 
-  DEVICE void prefetch(const scalar_t* norm) { RowPieces::prefetch_norm(norm); }
+  // With OUTPUT_ROUNDS x comes by way of the peers: what is not asked for before it comes is waited for behind it.
+  DEVICE void prefetch(const scalar_t* norm) {
+    if (OUTPUT_ROUNDS > 0) pieces.load_norm(norm);
+    else RowPieces::prefetch_norm(norm);
+  }
   DEVICE void prepare() const { wait(); }
   DEVICE void wait() const { weights.wait_for_rounds(HEAD_ROUNDS); }
-  DEVICE float multiply(const scalar_t* x, const scalar_t* norm, float eps) {
+  template <class Load>
+  DEVICE float multiply(Load load, const scalar_t* norm, float eps) {
     const RowScale scale{at, eps};
     const Activations activations{at, nullptr};
-    activations.fill_normalised(x, norm, scale, weights, 1);
+    activations.fill_normalised(scale, weights, 1, [&](int, int piece) { return load(piece); }, [&](RowPieces& loaded) {
+      if (OUTPUT_ROUNDS > 0) loaded = pieces;
+      else loaded.load_norm(norm);
+    });
     __syncthreads();
     const float factor = scale.of(0);
     multiply_rounds<HEAD_ROUNDS>(weights, activations, at);
@@ -141,8 +152,9 @@ extern "C" __global__ void __cluster_dims__(kClusterBlocks, 1, 1) __launch_bound
     KERNEL(qkv_attention)(scalar_t* __restrict__ out, float* partials, scalar_t* k_pages, scalar_t* v_pages, scalar_t* x,
                           const scalar_t* __restrict__ norm, const void* __restrict__ weight, const float* __restrict__ rope,
                           const int* positions, const int* slots, const int* block_tables, int num_splits, int pages_per_sequence,
-                          int max_context, float eps, float scale, const void* __restrict__ output_weight, float output_scale) {
+                          int max_context, float eps, float scale, const void* __restrict__ output_weight, float output_scale,
+                          const float* sums, float sums_scale) {
   extern __shared__ __align__(1024) unsigned char memory[];
   attend<quantised::Product>(memory, out, partials, k_pages, v_pages, x, norm, weight, rope, positions, slots, block_tables,
-                             num_splits, pages_per_sequence, max_context, eps, scale, output_weight, output_scale);
+                             num_splits, pages_per_sequence, max_context, eps, scale, output_weight, output_scale, sums, sums_scale);
 }

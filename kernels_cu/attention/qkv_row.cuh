@@ -5,7 +5,8 @@
 //   prefetch(norm)         loads what it needs of the norm's weights
 //   prepare()              before pdl_wait, waits for what surely comes before x
 //   wait()                 waits until the weights are there
-//   multiply(x, norm, eps) after pdl_wait, stores the sums of a tile's rows for each round and run of K; returns the factor that they need
+//   multiply(load, norm, eps) after pdl_wait, with load(i) for the i-th 16 bytes of x: stores the sums of a tile's rows for each round and
+//                          run of K; returns the factor that they need
 //   partial(run, round)    where these lie, 8 bytes for a row and its partner, once all warps have stored theirs
 //   kRuns                  number of runs of K
 //   kRowOffset             where kRoomBytes of shared memory are left for the row; all else of the first SMEM_BYTES is the product's own
@@ -31,7 +32,9 @@ constexpr int kRoomBytes = kReceivedBytes + HEAD_ROUNDS * 32;  // and 32 bytes f
 #if OUTPUT_ROUNDS
 constexpr int kClusterBlocks = KV_HEADS * kCluster;              // all blocks of the grid
 constexpr int kAttendedBytes = KV_HEADS * GROUP * HEAD_DIM * 2;  // bytes of the row that attention makes
-static_assert(OUTPUT_ROUNDS * 32 <= kThreads, "a warp finishes a tile");
+constexpr int kColumns = OUTPUT_ROUNDS * 16;                     // columns of x that a block finishes
+static_assert(OUTPUT_ROUNDS <= 4, "a lane has two columns of x");
+static_assert(kColumns * 2 <= HEAD_ROUNDS * 32, "the columns of x have no room");
 static_assert(attention::kSlice <= 32, "a warp merges all vectors of a block");
 #else
 constexpr int kClusterBlocks = kCluster, kAttendedBytes = 0;
@@ -73,8 +76,8 @@ DEVICE float2 sum_of_runs(const Product& product, int round, int row) {
   return sum;
 }
 
-// What a block knows of its place in the cluster. Three barriers lie one behind the other: they count the bytes of q, k and v of the row,
-// those of the results of runs, and those of the attention of all KV heads.
+// What a block knows of its place in the cluster. Four barriers lie one behind the other: they count the bytes of q, k and v of the row,
+// those of the results of runs, those of the attention of all KV heads, and those of x.
 struct Block {
   unsigned char* own;   // the attention's part of shared memory
   uint32_t row;         // where the row's key and value arrive
@@ -84,18 +87,21 @@ struct Block {
   DEVICE uint32_t row_barrier() const { return barriers; }
   DEVICE uint32_t run_barrier() const { return barriers + 8; }
   DEVICE uint32_t attended_barrier() const { return barriers + 16; }
+  DEVICE uint32_t stream_barrier() const { return barriers + 24; }
   DEVICE int first_peer() const { return OUTPUT_ROUNDS > 0 ? kv_head * kCluster : 0; }   // the KV head's first block in the cluster
   // Returns where the attention of all KV heads arrives: behind what peers send of runs.
   DEVICE uint32_t attended() const { return shared_address(own) + attention::kReceivedOffset + kCluster * attention::kReceivedBytes; }
+  // Returns where x arrives.
+  DEVICE uint32_t stream() const { return attended() + kAttendedBytes; }
 
   // Prepares the barriers. All threads call it.
   DEVICE void prepare() const {
     if (threadIdx.x == 0) {
       mbarrier_init(row_barrier(), 1), mbarrier_init(run_barrier(), 1);
-      if (OUTPUT_ROUNDS > 0) mbarrier_init(attended_barrier(), 1);
+      if (OUTPUT_ROUNDS > 0) mbarrier_init(attended_barrier(), 1), mbarrier_init(stream_barrier(), 1);
       mbarrier_init_fence();
       mbarrier_arrive_expect(row_barrier(), kRowBytes);
-      if (OUTPUT_ROUNDS > 0) mbarrier_arrive_expect(attended_barrier(), kAttendedBytes);
+      if (OUTPUT_ROUNDS > 0) mbarrier_arrive_expect(attended_barrier(), kAttendedBytes), mbarrier_arrive_expect(stream_barrier(), kAttendedBytes);
     }
     __syncwarp();
     cluster_announce();
@@ -126,10 +132,45 @@ DEVICE void finish_tile(const Product& product, const Output& output, float fact
   const uint4 v = load_shared(sent + half * 16);
   const uint32_t to = head < GROUP ? shared_address(block.own) + attention::swizzled(head, chunk)
                                    : block.row + (head - GROUP) * (HEAD_DIM * 2) + chunk * 16;
-  send_float4(peer_address(to, peer), peer_address(block.row_barrier(), peer), __uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
-              __uint_as_float(v.w));
+  send_piece(v, to, block.row_barrier(), peer);
   if (page_row != nullptr && lane % kCluster == 0) store16(page_row + chunk * 8, v);
 }
+
+#if OUTPUT_ROUNDS
+// What the mlp before adds to x: the sums of its product down over the runs of K [kRuns][H*D], times `scale`; null: x has it already.
+struct Addend {
+  static constexpr int kRuns = 8;
+  const float* sums;
+  float scale;
+
+  // Returns the columns `column` and the next one of x, with what is added to them, as a residual product rounds them.
+  DEVICE uint32_t added_to(const scalar_t* x, int column) const {
+    constexpr int kWidth = KV_HEADS * GROUP * HEAD_DIM;
+    const uint32_t before = static_cast<uint32_t>(load_now(reinterpret_cast<const int*>(x + column)));
+    if (sums == nullptr) return before;
+    float2 parts[kRuns], sum = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int run = 0; run < kRuns; run++) parts[run] = load_now(reinterpret_cast<const float2*>(sums + run * kWidth + column));
+#pragma unroll
+    for (int run = 0; run < kRuns; run++) sum.x += parts[run].x, sum.y += parts[run].y;
+    const float2 values = unpack2(before);
+    return pack2(fmaf(scale, sum.x, values.x), fmaf(scale, sum.y, values.y));
+  }
+};
+
+// Sends the block's columns of x, with what is added to them, to all blocks of the cluster. One warp calls it.
+DEVICE void send_columns(const Block& block, const scalar_t* x, const Addend& addend) {
+  const int lane = threadIdx.x & 31, first = blockIdx.x * kColumns;
+  const uint32_t sent = block.row + kReceivedBytes;   // where tiles of q, k and v lie later
+  if (lane < kColumns / 2) store_shared_word(sent + lane * 4, addend.added_to(x, first + lane * 2));
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < kColumns / 8 * kClusterBlocks; i += 32) {
+    const int offset = i % (kColumns / 8) * 16, peer = i / (kColumns / 8);
+    send_piece(load_shared(sent + offset), block.stream() + first * 2 + offset, block.stream_barrier(), peer);
+  }
+}
+#endif
 
 // Waits for the warps that attend.
 DEVICE void attending_barrier() { barrier_wait(1, attention::kThreads); }
@@ -190,28 +231,25 @@ DEVICE void send_attended(const Block& block) {
 #pragma unroll
   for (int i = threadIdx.x & 31; i < kSliceChunks * kClusterBlocks; i += 32) {
     const int offset = (block.rank * kSliceChunks + i % kSliceChunks) * 16, peer = i / kSliceChunks;
-    const uint4 v = load_shared(from + offset);
-    send_float4(peer_address(to + offset, peer), peer_address(block.attended_barrier(), peer), __uint_as_float(v.x), __uint_as_float(v.y),
-                __uint_as_float(v.z), __uint_as_float(v.w));
+    send_piece(load_shared(from + offset), to + offset, block.attended_barrier(), peer);
   }
 }
 
-// Multiplies the attention of all KV heads, once it has come, with the block's tiles of the output's weight, and adds the sums, times
-// `scale`, to x. All warps call it.
+// Multiplies the attention of all KV heads, once it has come, with the block's tiles of the output's weight, adds the sums, times `scale`, to
+// what has come of x, and stores that. All warps call it.
 template <class Projection>
 DEVICE void project_row(const Block& block, const Projection& projection, scalar_t* x, float scale) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const bool finishes = warp < OUTPUT_ROUNDS && lane < 8;
-  scalar_t* const own = x + (blockIdx.x * OUTPUT_ROUNDS + warp) * 16 + lane;
-  scalar_t before[2];
-  if (finishes) before[0] = own[0], before[1] = own[8];
+  const int column = blockIdx.x * kColumns + warp * 16 + lane;
+  const auto* const before = reinterpret_cast<const scalar_t*>(block.own + (block.stream() - shared_address(block.own))) + column;
   mbarrier_wait(block.attended_barrier(), 0);
   projection.multiply(block.attended());
   __syncthreads();
   if (!finishes) return;
   const float2 sum = sum_of_runs(projection, warp, lane);
-  own[0] = from_float(fmaf(scale, sum.x, to_float(before[0])));
-  own[8] = from_float(fmaf(scale, sum.y, to_float(before[1])));
+  x[column] = from_float(fmaf(scale, sum.x, to_float(before[0])));
+  x[column + 8] = from_float(fmaf(scale, sum.y, to_float(before[8])));
 }
 
 // Does all that the kernel does. `memory` is all of the block's dynamic shared memory; the other parameters are as in qkv_attention.cu.
@@ -219,15 +257,15 @@ template <class Product>
 DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, scalar_t* k_pages, scalar_t* v_pages, scalar_t* x,
                    const scalar_t* norm, const void* weight, const float* rope, const int* positions, const int* slots,
                    const int* block_tables, int num_splits, int pages_per_sequence, int max_context, float eps, float scale,
-                   const void* output_weight, float output_scale) {
-  __shared__ uint64_t barriers[3];
+                   const void* output_weight, float output_scale, const float* sums, float sums_scale) {
+  __shared__ uint64_t barriers[4];
   __shared__ float log_sums[attention::kWarps][16];
   const Block block = {memory + SMEM_BYTES, shared_address(memory) + Product::kRowOffset, shared_address(barriers),
                        static_cast<int>(blockIdx.x % kCluster), static_cast<int>(blockIdx.x / kCluster)};
   const int rank = block.rank, kv_head = block.kv_head, num_kv_heads = gridDim.x / kCluster, warp = threadIdx.x >> 5;
   const typename Product::Place at;
   typename Product::Weights weights(at, weight, (GROUP + 2) * num_kv_heads * kHeadTiles);
-  Product product{at, weights};
+  Product product{at, weights, {}};
   product.prefetch(norm);
   const int slot = load_now(slots), position = load_now(positions);
   const bool is_padding = slot < 0 || position < 0;
@@ -277,18 +315,25 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, scalar
   const bool is_filled = rank < cut.num_runs && rank + kCluster >= cut.num_runs && first_pages <= STAGES;
   const attention::Heads heads = {OUTPUT_ROUNDS > 0 ? 0 : static_cast<int64_t>(kv_head) * GROUP * HEAD_DIM, GROUP};
   product.prepare();
+  if (OUTPUT_ROUNDS > 0) cluster_wait();  // the peers' barriers exist
 
   pdl_wait();
   pdl_launch_dependents();  // only now: so kernels after the next one may read early what was written before this kernel
   if (is_padding) {
-    cluster_wait();
+    if (OUTPUT_ROUNDS == 0) cluster_wait();
     product.wait();  // a block does not end while something is copied to it
     if (OUTPUT_ROUNDS == 0 && rank == 0 && attends) attention::store_zeros(out, heads);
     return;
   }
-  const float row_factor = product.multiply(x, norm, eps);
+#if OUTPUT_ROUNDS
+  if (warp == 0) send_columns(block, x, {sums, sums_scale});
+  mbarrier_wait(block.stream_barrier(), 0);
+  const float row_factor = product.multiply([&](int piece) { return load_shared(block.stream() + piece * 16); }, norm, eps);
+#else
+  const float row_factor = product.multiply([&](int piece) { return load16_past_l1(x + piece * 8); }, norm, eps);
+#endif
   __syncthreads();
-  cluster_wait();  // the peers' barriers exist
+  if (OUTPUT_ROUNDS == 0) cluster_wait();  // the peers' barriers exist
   finish_tile(product, output, row_factor, block, page_row);
   const float factor = scale * attention::kLog2e;
   if constexpr (OUTPUT_ROUNDS == 0) {

@@ -24,3 +24,8 @@ DEVICE void send_float(uint32_t to, uint32_t barrier, float a) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(to), "f"(a), "r"(barrier)
                : "memory");
 }
+// Sends 16 bytes to block `peer`: to the place and the barrier, which counts them, that have these addresses in this block's memory.
+DEVICE void send_piece(uint4 v, uint32_t to, uint32_t barrier, int peer) {
+  send_float4(peer_address(to, peer), peer_address(barrier, peer), __uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
+              __uint_as_float(v.w));
+}

@@ -24,6 +24,11 @@ DEVICE float load_now(const float* source) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(source) : "memory");
   return v;
 }
+DEVICE float2 load_now(const float2* source) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(source) : "memory");
+  return v;
+}
 DEVICE float4 load_now(const float4* source) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(source) : "memory");

@@ -46,6 +46,12 @@ struct Activations {
   // turn. The rest of the ring of weights is asked for behind x. A barrier must follow.
   DEVICE void fill_normalised(const scalar_t* x, const scalar_t* norm, const RowScale& scale, WeightStream& weights,
                               int T) const {
+    fill_normalised(scale, weights, T, [&](int token, int piece) { return load16_past_l1(x + static_cast<size_t>(token) * kRowPitch + piece * 8); },
+                    [&](RowPieces& pieces) { pieces.load_norm(norm); });
+  }
+  // The same with `load(token, piece)` for a piece of x, and then load_norm(pieces) for the weights of the norm.
+  template <class Load, class LoadNorm>
+  DEVICE void fill_normalised(const RowScale& scale, WeightStream& weights, int T, Load load, LoadNorm load_norm) const {
     constexpr int kTeams = kThreads < kRowThreads ? 1 : kThreads / kRowThreads;
     constexpr int kBatch = ROWS == 1 ? 1 : (ROWS + kTeams - 1) / kTeams;   // tokens of a team
     const int team = threadIdx.x / kRowThreads;
@@ -61,11 +67,11 @@ struct Activations {
       for (int i = 0; i < kThreadPieces; i++) {
         const int token = b * kTeams + team;
         const bool exists = RowPieces::piece(i) < kPieces;
-        if (kHasThreadPieces) v[b][i] = load16_past_l1(x + RowPieces::piece(i) * 8);
-        else if (token < T && in_team && exists) v[b][i] = load16_past_l1(x + static_cast<size_t>(token) * kRowPitch + RowPieces::piece(i) * 8);
+        if (kHasThreadPieces) v[b][i] = load(0, RowPieces::piece(i));
+        else if (token < T && in_team && exists) v[b][i] = load(token, RowPieces::piece(i));
       }
     RowPieces row_pieces;
-    row_pieces.load_norm(norm);
+    load_norm(row_pieces);
     weights.fill_ring();
 #pragma unroll
     for (int b = 0; b < kBatch; b++) {

@@ -17,6 +17,11 @@ constexpr bool kCopyEngine = false;
 
 constexpr int kWarps = WARPS, kThreads = kWarps * 32;
 constexpr int kBlockTiles = SHARED_RUN ? kWarps : kWarps / RUNS;   // tiles of a block at a time
+#ifdef INNER_FEATURES
+constexpr bool kHasNeighbours = true;   // whether a block takes neighbouring tiles
+#else
+constexpr bool kHasNeighbours = LINEAR == 4;
+#endif
 constexpr int kBlockSlices = SHARED_RUN ? kRunSlices : kSlices;    // slices of x that a block reads
 constexpr int kOwnTiles = (kWarps + RUNS - 1) / RUNS;              // the most tiles that a block of a cluster finishes
 // Outputs (lo row, hi row, token) that a block and one of its threads finish: in clusters of a round, else of a token tile.
@@ -114,7 +119,7 @@ struct Lane {
     return kv_head_tile(blockIdx.x % kHeadBlocks * HEAD_ROUNDS + round * kBlockTiles + place);
 #endif
     const int block = SHARED_RUN ? blockIdx.x / RUNS : blockIdx.x, blocks = SHARED_RUN ? gridDim.x / RUNS : gridDim.x;
-    if (LINEAR == 4) return block * (kBlockTiles * KEPT_ROUNDS) + round * kBlockTiles + place;
+    if (kHasNeighbours) return block * (kBlockTiles * KEPT_ROUNDS) + round * kBlockTiles + place;
     return FEEDS ? (round * blocks + block) * kBlockTiles + place : (round * kBlockTiles + place) * blocks + block;
   }
 };

@@ -94,6 +94,39 @@ def test_one_row_that_grows_long(
         assert answer(llm, prompt, params) == found and set(graphs) == {(1, ANY_ROWS, False)}
 
 
+@pytest.mark.parametrize("settings", [
+    {}, {"dtype": "float16"}, {"cuda_graphs": False}, {"steps_per_launch": 4}, {"lm_head_screen": True},
+    {"kv_dtype": "fp8"},
+], ids=str)  # fmt: skip
+def test_one_row_of_a_model_whose_layer_is_two_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """A short row takes two launches a layer where keys have 16 bits, and has the bits of a launch for each op."""
+    from cpmrt.cuda.build.launcher import Launcher
+    from cpmrt.cuda.step.lengths import Lengths
+
+    launched, launch = set[str](), Launcher.__call__
+
+    def spied(self: Launcher, spec: Any, *args: Any, **options: Any) -> None:
+        launched.add(spec.name)
+        launch(self, spec, *args, **options)
+
+    monkeypatch.setattr(Launcher, "__call__", spied)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 3}
+    quantised = {"quantization_config": GPTQ | {"group_size": 128}}
+    settings = {"load_format": "dummy", "hf_overrides": quantised, "max_context": 2048} | settings
+    prompt, params = text(230, 1, BASE["vocab_size"]), replace(PARAMS, max_new_tokens=100)
+    with opened(write_model(tmp_path, BASE | ROWS["minicpm"] | WIDE | {"head_dim": 64} | sizes), **settings) as llm:
+        executor: Any = llm.executor
+        if not executor.device.has_wide_clusters or executor.device.num_sms < 128:
+            pytest.skip("no clusters of sixteen blocks, or too few multiprocessors")
+        found = answer(llm, prompt, params)
+        assert ("ffn_row" in launched) == ("kv_dtype" not in settings)
+        monkeypatch.setattr(Lengths, "are", lambda self, kind, *_: kind == ANY_ROWS)
+        answer(llm, prompt[::-1], params)  # leaves other keys
+        assert answer(llm, prompt, params) == found
+
+
 @pytest.mark.parametrize("wish", [{"regex": "[a-z ]{40,60}"}, {}], ids=str)
 def test_a_row_under_a_form_or_a_screen_that_grows_long(
     graphs: list[Any], monkeypatch: pytest.MonkeyPatch, wish: dict[str, Any]

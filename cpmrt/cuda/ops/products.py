@@ -187,7 +187,7 @@ class Products:
         num_rows, factor = np.int32(len(x)), np.float32(scale)
         if isinstance(after.prepared, HeldRowAttention):
             held, after = after.prepared, NOTHING
-            if held.launch_with_output(self._launch, self._device, x, weight, bias, scale):
+            if held.launch_with_output(self._launch, self._device, x, weight, bias, scale, self._packed.ffn):
                 return
             held.launch(self._launch)
         if not is_prefill:

@@ -16,6 +16,7 @@ from cpmrt.cuda.ops.attention import HeadConstants, Operands
 from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
 from cpmrt.cuda.ops.linear import plan_linear
 from cpmrt.cuda.ops.linear_packed.constants import LinearPackedConstants
+from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn
 from cpmrt.cuda.ops.linear_packed.layout import TILE_ROWS, PackedLayout, PackedWeight, Weight, whole_lines
 from cpmrt.cuda.ops.linear_packed.plan import plan_kv_heads
 from cpmrt.ops import Fp8Pages, KVPages, QkvWeights, Rows
@@ -29,6 +30,8 @@ blocks of a cluster."""
 # The largest share of a multiprocessor's shared memory for a block. In 4 bits blocks find room beside those of a
 # gate_up product, which take a little more than half of it; in 16 bits a block has it alone, but for static memory.
 _MOST_SHARE, _MOST_SHARE_16 = 0.48, 0.99
+# The most tiles of the output projection of a block: a lane then finishes two columns of x at most.
+_MOST_ROUNDS = 4
 _UNIT_COLUMNS, _UNIT_BYTES = 64, 2048  # a unit of a tile with weights in 16 bits
 _SQUARE_BYTES, _ROUND_BYTES = 128, 32
 
@@ -115,9 +118,10 @@ class QkvAttentionPlan:
         has_all_columns = weight.in_features == own.in_features == kv_heads * own.group * own.head_dim
         streamed = own.weight_bits, own.scale_group, own.zeros, own.runs
         is_alike = has_all_columns and streamed == (weight.bits, weight.scale_group, weight.zeros, weight.runs)
-        shared_bytes = self.shared_bytes + weight.in_features * 2
+        shared_bytes = self.shared_bytes + 2 * weight.in_features * 2  # attention's row and x
         fits = shared_bytes <= device.shared_bytes_per_block * _MOST_SHARE
-        if rest or rounds > own.head_rounds or weight.run_slices > 1 or not (has_all_tiles and is_alike and fits):
+        has_places = not rest and rounds <= min(own.head_rounds, _MOST_ROUNDS)
+        if weight.run_slices > 1 or not (has_all_tiles and is_alike and has_places and fits):
             return None
         constants = replace(own, output_rounds=rounds, kv_heads=kv_heads)
         return replace(self, constants=constants, shared_bytes=shared_bytes)
@@ -148,6 +152,8 @@ def _plain(
     )
 
 
+# What qkv_attention.cu takes for the output projection, where that is a launch of its own.
+_NO_OUTPUT = None, np.float32(0), None, np.float32(0)
 _plan = lru_cache(maxsize=64)(QkvAttentionPlan.of)
 _projecting = lru_cache(maxsize=64)(QkvAttentionPlan.projecting)
 
@@ -200,29 +206,37 @@ class HeldRowAttention:
 
     def launch(self, launch: Launcher) -> None:
         """Launch both together, without the output projection."""
-        self._launch(launch, self.qkv.plan)
+        plan = self.qkv.plan
+        self._launch(launch, plan, plan.shared_bytes, *(_NO_OUTPUT if plan.kernel is QKV_ATTENTION else ()))
 
     def launch_with_output(
-        self, launch: Launcher, device: Device, x: DeviceArray, weight: Weight, bias: DeviceArray | None, scale: float
-    ) -> bool:
-        """Launch all three together, where one launch can do that, and return whether it did."""
+        self, launch: Launcher, device: Device, x: DeviceArray, weight: Weight, bias: DeviceArray | None, scale: float,
+        ffn: HeldFfn,
+    ) -> bool:  # fmt: skip
+        """Launch all three together, where one launch can do that, and return whether it did.
+
+        An mlp before them that is held back is launched first, and they add its sums to x.
+        """
         if not isinstance(weight, PackedWeight) or weight.perm is not None or bias is not None or x is not self.qkv.x:
             return False
         plan = _projecting(self.qkv.plan, weight.layout, device)
-        if plan is not None:
-            self._launch(launch, plan, weight.data, scale)
-        return plan is not None
+        if plan is None:
+            return False
+        sums, sums_scale = ffn.launch_sums(x)
+        # Behind an mlp's single launch this one would begin beside the one of the layer before, while that attends, and
+        # take time from it; so it asks for so much shared memory that they do not share a multiprocessor.
+        alone = 0 if sums is None else device.lone_block_bytes
+        output = weight.data, np.float32(scale), sums, sums_scale
+        self._launch(launch, plan, max(plan.shared_bytes, alone), *output)
+        return True
 
-    def _launch(
-        self, launch: Launcher, plan: QkvAttentionPlan, weight: KernelArgument = None, scale: float = 0.0
-    ) -> None:
+    def _launch(self, launch: Launcher, plan: QkvAttentionPlan, shared_bytes: int, *output: KernelArgument) -> None:
         held, given, scratch = self.qkv, self.given, self.scratch
         kv, rows = given.kv, given.rows
         sizes = map(np.int32, (plan.num_splits, rows.block_tables.shape[1], held.rope.shape[1]))
-        output = (weight, np.float32(scale)) if plan.kernel is QKV_ATTENTION else ()
         launch(
             plan.kernel, plan.constants, plan.grid, _THREADS,
             given.out, scratch.partials, kv.k, kv.v, held.x, held.norm, held.weight, held.rope, rows.positions,
             rows.slots, rows.block_tables, *sizes, np.float32(held.eps), np.float32(given.scale), *output,
-            smem=plan.shared_bytes, prefers_shared=True,
+            smem=shared_bytes, prefers_shared=True,
         )  # fmt: skip

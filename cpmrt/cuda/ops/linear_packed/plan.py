@@ -204,6 +204,17 @@ def plan_kv_heads(layout: PackedLayout, num_kv_heads: int, device: Device) -> Pa
     return _plan_row(layout, device, _Work(False, False, False, RUNS, num_kv_heads * RUNS, rounds, 1, ring))
 
 
+def plan_columns(layout: PackedLayout, num_blocks: int, device: Device) -> PackedPlan | None:
+    """Plan the product "gate_up" of one normalised row in which each of `num_blocks` blocks makes neighbouring columns,
+    with eight warps and room for all its weights at once; None where that does not fit."""
+    rounds, rest = divmod(layout.num_tiles, num_blocks)
+    if rest or layout.runs != RUNS or layout.run_slices > 1 or not 0 < rounds <= _MOST_KEPT_ROUNDS:
+        return None
+    ring = Ring.of(layout, 1, RUNS, rounds)
+    work = _Work(False, False, False, RUNS, num_blocks, rounds, rounds, ring)
+    return _plan_row(layout, device, work) if ring.slots == rounds else None
+
+
 def _plan_row(layout: PackedLayout, device: Device, work: _Work, row_pitch: int | None = None) -> PackedPlan:
     memory = _Memory.of(layout, 1, device, work, is_fed=False)
     constants = _constants(

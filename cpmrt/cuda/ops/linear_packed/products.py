@@ -19,6 +19,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import StepProduct, float_bits
 from cpmrt.cuda.ops.linear_packed.constants import LINEAR_PACKED, PREPARE, PREPARE_THREADS, PrepareConstants
+from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn, num_sums
 from cpmrt.cuda.ops.linear_packed.held_layers import HeldLayers
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight, RepackConstants, Weight, packed_layout
 from cpmrt.cuda.ops.linear_packed.long_chunk import LongChunkConstants, plan_long_chunk, takes_long_chunk
@@ -79,6 +80,7 @@ class PackedScratch:
     exchange `partials` and count them in `arrivals`, which is zero between launches. A chunk's products unpack a part
     of the weight to `unpacked`, and put the columns of their rows into the weight's order in `permuted`, or
     `permuted_inner` [T, intermediate_size]. Launches of several products count in `counter` how far their blocks are.
+    In `sums` an mlp in one launch leaves what is still to be added to its row.
     """
 
     rows: DeviceArray | None = None
@@ -89,6 +91,7 @@ class PackedScratch:
     permuted: DeviceArray | None = None
     permuted_inner: DeviceArray | None = None
     counter: DeviceArray | None = None
+    sums: DeviceArray | None = None
 
     @classmethod
     def of(cls, arrays: Mapping[str, DeviceArray]) -> PackedScratch:
@@ -117,6 +120,8 @@ def packed_workspace(
     ):
         if any(sizes):
             yield BufferSpec(name, (max(sizes),), QKV, HEAD, np.uint8)
+    if sums := num_sums([plan.layout for plan in plans], device):
+        yield BufferSpec("packed_sums", (sums,), QKV, HEAD, np.float32)
     if fed := max((plan.fed_bytes for plan in plans), default=0):
         yield BufferSpec("packed_fed", (fed // 2,), GATE_UP, DOWN)
     layers = [spec for spec in held if spec.product != "head"]
@@ -180,6 +185,7 @@ class PackedProducts:
         self._scratch = PackedScratch.of(arrays)
         counter = self._scratch.counter
         self.layers = None if counter is None else HeldLayers(launcher, device, counter)
+        self.ffn = HeldFfn(launcher, device, self._scratch.sums)
 
     def step(
         self, product: StepProduct, weight: PackedWeight, after: Handoff, ahead: Weight | None = None
@@ -192,6 +198,8 @@ class PackedProducts:
         prefers_shared = _plan(weight.layout, len(product.x), self._device).prefers_shared or self._prefers_shared
         launch_one = partial(self._launch_one, product, weight, after, ahead)
         if self.layers is not None and self.layers.takes(product, weight, launch_one, prefers_shared=prefers_shared):
+            return Handoff(None, prefers_shared)
+        if self.ffn.takes(product, weight, launch_one):
             return Handoff(None, prefers_shared)
         return launch_one()
 
