@@ -11,7 +11,7 @@
 //                places of the rings of pages, at least 2. SMEM_BYTES: shared memory of the product, a multiple of 128; attention's memory
 //                follows it. The product's part leaves a ring of weights HEAD_ROUNDS chunks. EARLY_SLOTS: HEAD_ROUNDS or more.
 //                KEPT_ROUNDS: 1, since partial sums lie in the rings.
-//                OUTPUT_ROUNDS: tiles of a block of output_weight, at most HEAD_ROUNDS; 0: without that product. KV_HEADS: with
+//                OUTPUT_ROUNDS: tiles of a block of output_weight, at most HEAD_ROUNDS and 4; 0: without that product. KV_HEADS: with
 //                OUTPUT_ROUNDS only, H / GROUP; K is then H*D
 //                LINEAR: HEAD_DIM: IN_FEATURES: WEIGHT_BITS: RUNS: SCALE_GROUP: ZEROS: ROWS: WARPS: WARPGROUPS: SHARED_RUN: NORM: PREPARED:
 //                STAGE_SLICES: CLUSTERS: RECEIVED_APART: FEEDS: TRIGGER: PORTABLE: as in linear_packed.cu for the normalised product qkv of
