@@ -44,6 +44,7 @@ SANITIZED = {
     "test_embed.py": ("test_padding_rows_become_zero_and_read_nothing",),
     "test_experts.py": ("test_another_expert_is_noticed",),
     "test_experts_row.py": ("test_a_row_of_padding_has_no_experts_and_stays",),
+    "test_ffn_row.py": ("test_to_padding_nothing_is_added",),
     "test_fp8_pages.py": ("test_an_empty_slot_expands_nothing", "test_a_row_does_not_depend_on_the_others"),
     "test_fp8_trees.py": ("test_padding_rows_become_zeros", "test_an_accepted_path_in_every_layer"),
     "test_gate.py": ("test_rows_are_the_oracles",),

@@ -57,6 +57,14 @@ def test_x_is_read_once_the_kernel_before_has_written_it(cuda: Any, name: str) -
 
 
 @pytest.mark.gpu
+def test_to_padding_nothing_is_added(cuda: Any) -> None:
+    row = OneRow(cuda, PROJECTED["0.5B"], DType.BFLOAT16)
+    for position, slot in ((10**9, -1), (-1, 1)):
+        x, k, v = row.layers(position, slot, joined=True)
+        assert_same([x, k, v], [bits(cuda.numpy(row.held["x"])), *Step(row, position, slot).words()[1:]], slot)
+
+
+@pytest.mark.gpu
 def test_what_is_launched_between_finds_x_complete(cuda: Any) -> None:
     row = OneRow(cuda, PROJECTED["0.5B"], DType.BFLOAT16)
     held, alone = Step(row, 5, 0), Step(row, 5, 0)
