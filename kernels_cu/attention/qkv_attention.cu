@@ -123,8 +123,13 @@ struct Product {
 
   // With OUTPUT_ROUNDS x comes by way of the peers: what is not asked for before it comes is waited for behind it.
   DEVICE void prefetch(const scalar_t* norm) {
-    if (OUTPUT_ROUNDS > 0) pieces.load_norm(norm);
-    else RowPieces::prefetch_norm(norm);
+    if constexpr (OUTPUT_ROUNDS == 0) {
+      RowPieces::prefetch_norm(norm);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kThreadPieces; i++)
+        if (RowPieces::piece(i) < kPieces) pieces.norm[i] = load16_past_l1(norm + RowPieces::piece(i) * 8);
+    }
   }
   DEVICE void prepare() const { wait(); }
   DEVICE void wait() const { weights.wait_for_rounds(HEAD_ROUNDS); }
