@@ -3,7 +3,7 @@ and ending kernels takes most of the time."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -131,9 +131,10 @@ def _packed(layout: PackedLayout, decode: DecodePlan, rounds: int, device: Devic
     product = plan_kv_heads(layout, decode.units, device) if layout.bits == _BITS else None
     if product is None:
         return None
-    held = {field.name: getattr(product.constants, field.name) for field in fields(product.constants)}
-    held |= {"stages": decode.constants.stages, "smem_bytes": whole_lines(product.shared_bytes)}
-    return QkvAttentionConstants(**held, group=decode.constants.group, head_rounds=rounds)
+    return product.constants.extended(
+        QkvAttentionConstants, stages=decode.constants.stages, smem_bytes=whole_lines(product.shared_bytes),
+        group=decode.constants.group, head_rounds=rounds,
+    )  # fmt: skip
 
 
 def _plain(

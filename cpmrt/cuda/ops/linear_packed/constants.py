@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.ops.linear import OPS
 from cpmrt.cuda.ops.linear_packed.layout import LayoutConstants
 
+_Extended = TypeVar("_Extended", bound="LinearPackedConstants")
 PREPARE_THREADS = 256
 """Threads of a block of `PREPARE`, which prepares one row."""
 
@@ -39,6 +41,11 @@ class LinearPackedConstants(LayoutConstants):
     own_runs: bool | None = None
     ahead: bool | None = None
     small_chunks: bool | None = None
+
+    def extended(self, kind: type[_Extended], **more: int | None) -> _Extended:
+        """Return the constants of a kernel that has those of this product, and `more` of its own or in their place."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        return kind(**held | more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ The launch leaves the sums of down over its runs, which the launch of the next l
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +18,7 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import StepProduct
 from cpmrt.cuda.ops.linear_packed.constants import LinearPackedConstants
+from cpmrt.cuda.ops.linear_packed.held_layers import HeldProduct
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, PackedLayout, PackedWeight, whole_lines
 from cpmrt.cuda.ops.linear_packed.plan import plan_columns
 
@@ -65,9 +66,8 @@ class FfnRowPlan:
         product = plan_columns(gate_up, grid, device)
         if product is None or tiles * 32 > product.block:
             return None
-        held = {field.name: getattr(product.constants, field.name) for field in fields(product.constants)}
-        held["smem_bytes"] = whole_lines(product.shared_bytes)
-        constants = FfnRowConstants(**held, inner_features=inner)
+        smem_bytes = whole_lines(product.shared_bytes)
+        constants = product.constants.extended(FfnRowConstants, smem_bytes=smem_bytes, inner_features=inner)
         shared_bytes = constants.smem_bytes + tiles * down.run_bytes
         fits = shared_bytes <= device.shared_bytes_per_block * _MOST_SHARE
         return cls(constants, grid, shared_bytes, RUNS * width) if fits else None
@@ -83,13 +83,6 @@ def num_sums(layouts: Sequence[PackedLayout], device: Device) -> int:
     return max((plan.num_sums for plan in plans if plan is not None), default=0)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _HeldProduct:
-    product: StepProduct
-    weight: PackedWeight
-    launch_one: Callable[[], object]
-
-
 class HeldFfn:
     """Holds the mlp of one row back until the launch that adds its `sums` to the row.
 
@@ -98,7 +91,7 @@ class HeldFfn:
 
     def __init__(self, launcher: Launcher, device: Device, sums: DeviceArray | None):
         self._launch, self._device, self._sums = launcher, device, sums
-        self._held: list[_HeldProduct] = []
+        self._held: list[HeldProduct] = []
 
     def takes(self, product: StepProduct, weight: PackedWeight, launch_one: Callable[[], object]) -> bool:
         """Hold gate_up of one row, or the product after it if one launch can do both; return whether it does."""
@@ -108,7 +101,7 @@ class HeldFfn:
             self._launch.release()
         elif not self._completes(product, weight):
             return False
-        self._held.append(_HeldProduct(product, weight, launch_one))
+        self._held.append(HeldProduct(product, weight, launch_one))
         self._launch.hold(self._release)
         return True
 

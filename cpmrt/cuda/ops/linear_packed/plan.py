@@ -6,7 +6,7 @@ The other constants may depend on the number of rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from cpmrt.cuda.driver.device import Device
@@ -171,10 +171,9 @@ def latent_queries(
     plan: PackedPlan, *, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> LatentQueriesConstants:
     """Return the constants of a product with this plan that makes queries of latent attention of its output."""
-    held = {field.name: getattr(plan.constants, field.name) for field in fields(plan.constants)}
-    held |= {"linear": _LATENT_QUERIES, "head_dim": None}
-    return LatentQueriesConstants(
-        **held, kv_rank=kv_rank, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim
+    return plan.constants.extended(
+        LatentQueriesConstants, linear=_LATENT_QUERIES, head_dim=None,
+        kv_rank=kv_rank, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim,
     )  # fmt: skip
 
 
