@@ -122,8 +122,7 @@ DEVICE void finish_tile(const Product& product, const Output& output, float fact
     if (output.is_rotated) rotate(lo, hi, output.cosine, output.sine);
     const scalar_t values[2] = {from_float(lo), from_float(hi)};
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-      asm volatile("st.shared.b16 [%0], %1;" ::"r"(sent + half * 16 + lane * 2), "h"(reinterpret_cast<const unsigned short&>(values[half])) : "memory");
+    for (int half = 0; half < 2; half++) store_shared_element(sent + half * 16 + lane * 2, values[half]);
   }
   __syncwarp();
   if (lane >= 2 * kCluster) return;

@@ -100,6 +100,9 @@ DEVICE uint2 load_shared_words(uint32_t address) {
 DEVICE void store_shared_word(uint32_t address, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
 }
+DEVICE void store_shared_element(uint32_t address, scalar_t v) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(address), "h"(reinterpret_cast<const unsigned short&>(v)) : "memory");
+}
 DEVICE void store_shared_words(uint32_t address, uint32_t a, uint32_t b) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }

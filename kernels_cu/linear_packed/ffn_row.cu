@@ -75,7 +75,7 @@ struct Down {
   // Sends eight columns of inner, which lanes 0 to 7 hold, to all blocks of the cluster. Each tile's warp calls it.
   DEVICE void send(scalar_t value) const {
     const uint32_t sent = place(kSentOffset) + at.warp * 16;
-    if (at.lane < 8) asm volatile("st.shared.b16 [%0], %1;" ::"r"(sent + at.lane * 2), "h"(reinterpret_cast<const unsigned short&>(value)) : "memory");
+    if (at.lane < 8) store_shared_element(sent + at.lane * 2, value);
     __syncwarp();
     if (at.lane >= kCluster) return;
     send_piece(load_shared(sent), place(kInnerOffset) + (rank * kTiles + at.warp) * 16, inner_barrier, at.lane);

@@ -80,8 +80,7 @@ struct Feed {
   DEVICE uint32_t row(int token) const { return at.shared + kRingOffset + token * kFeedPitch; }
   // Keeps the lane's value of the warp's own tile.
   DEVICE void keep(int token, scalar_t value) const {
-    const unsigned short& bits = reinterpret_cast<const unsigned short&>(value);
-    asm volatile("st.shared.b16 [%0], %1;" ::"r"(row(token) + (at.warp * 8 + at.token) * 2), "h"(bits) : "memory");
+    store_shared_element(row(token) + (at.warp * 8 + at.token) * 2, value);
   }
   // Writes the slice in both forms, once all its tiles are kept. A warp takes two tokens at a time; a lane has a piece of one of them.
   DEVICE void pass_on(int slice) const {
