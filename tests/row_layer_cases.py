@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,11 +135,14 @@ class OneRow:
             pages[:, self.table[slot, used // PAGE_SIZE + 1 :]] = np.nan
         return pages
 
-    def run(self, position: int, slot: int, *, is_attended: bool, pdl: bool = False, launches: int = 1) -> list[Any]:
-        """Run the row's two ops and return the words of its output and of all keys and values."""
+    def run(self, position: int, slot: int, *, joined: bool, pdl: bool = False, launches: int = 1) -> list[Any]:
+        """Run the row's two ops, in one launch or in two.
+
+        Returns the words of its output and of all keys and values.
+        """
         step = Step(self, position, slot, pdl=pdl)
         for _ in range(launches):
-            step.launch(is_attended=is_attended)
+            step.launch(is_attended=joined)
         return step.words()
 
     def project(self, position: int, slot: int, *, joined: bool, pdl: bool = False, launches: int = 1) -> list[Any]:
@@ -212,6 +216,13 @@ def behind_slow_writer(row: OneRow, position: int) -> Step:
     step.writer = SlowWriter(cuda, [step.x], [stale], [row.held["x"]])
     step.writer.launch()
     return step
+
+
+def assert_joining_keeps_bits(run: Callable[..., list[Any]], positions: Iterable[int]) -> None:
+    """Compare what `run(position, slot, joined=...)` returns with joined launches and with one for each op."""
+    for position in positions:
+        joined, apart = (run(position, position % NUM_SLOTS, joined=joined) for joined in (True, False))
+        assert_same(joined, apart, position)
 
 
 def assert_same(actual: list[Any], expected: list[Any], what: object) -> None:

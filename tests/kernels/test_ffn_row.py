@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from linear_cases import EPS, H200, ORIN, bits, layout_of
-from row_layer_cases import DTYPES, NUM_SLOTS, PROJECTED, OneRow, Shape, Step, assert_same, behind_slow_writer
+from row_layer_cases import (
+    DTYPES,
+    PROJECTED,
+    OneRow,
+    Shape,
+    Step,
+    assert_joining_keeps_bits,
+    assert_same,
+    behind_slow_writer,
+)
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.ops.linear import StepProduct
@@ -26,10 +35,7 @@ POSITIONS = [0, 63, 64, 700, 1087, 2047]
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("name", PROJECTED)
 def test_the_bits_are_those_of_a_launch_for_each_op(cuda: Any, name: str, dtype: DType) -> None:
-    row = OneRow(cuda, PROJECTED[name], dtype)
-    for position in POSITIONS:
-        joined, apart = (row.layers(position, position % NUM_SLOTS, joined=joined) for joined in (True, False))
-        assert_same(joined, apart, position)
+    assert_joining_keeps_bits(OneRow(cuda, PROJECTED[name], dtype).layers, POSITIONS)
 
 
 @pytest.mark.gpu

@@ -12,13 +12,13 @@ from linear_cases import EPS, H200, ORIN, bits, layout_of
 from row_layer_cases import (
     DTYPES,
     FAR,
-    NUM_SLOTS,
     POSITIONS,
     PROJECTED,
     SHAPES,
     OneRow,
     Shape,
     Step,
+    assert_joining_keeps_bits,
     assert_same,
     behind_slow_writer,
 )
@@ -37,10 +37,7 @@ from cpmrt.reference.ops import NumpyOps
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_bits_are_those_of_two_launches(cuda: Any, name: str, dtype: DType) -> None:
-    row = OneRow(cuda, SHAPES[name], dtype)
-    for position in POSITIONS:
-        one, two = (row.run(position, position % NUM_SLOTS, is_attended=held) for held in (True, False))
-        assert_same(one, two, position)
+    assert_joining_keeps_bits(OneRow(cuda, SHAPES[name], dtype).run, POSITIONS)
 
 
 @pytest.mark.gpu
@@ -48,7 +45,7 @@ def test_the_bits_are_those_of_two_launches(cuda: Any, name: str, dtype: DType) 
 def test_long_rows(cuda: Any, name: str) -> None:
     row = OneRow(cuda, SHAPES[name], DType.BFLOAT16, max_context=8192)
     for position in (5, *POSITIONS[-6:], *FAR):
-        one, two = (row.run(position, 1, is_attended=held) for held in (True, False))
+        one, two = (row.run(position, 1, joined=held) for held in (True, False))
         assert_same(one, two, position)
 
 
@@ -89,8 +86,8 @@ def test_padding_becomes_zeros_and_stores_nothing(cuda: Any, name: str) -> None:
 def test_dependent_launches_give_the_same_bits(cuda: Any, name: str, max_context: int) -> None:
     row = OneRow(cuda, SHAPES[name], DType.BFLOAT16, max_context)
     for position in (0, 63, 64, 1087, max_context - 1):
-        once = row.run(position, 2, is_attended=False)
-        assert_same(row.run(position, 2, is_attended=True, pdl=True, launches=20), once, position)
+        once = row.run(position, 2, joined=False)
+        assert_same(row.run(position, 2, joined=True, pdl=True, launches=20), once, position)
 
 
 @pytest.mark.gpu
@@ -98,7 +95,7 @@ def test_dependent_launches_give_the_same_bits(cuda: Any, name: str, max_context
 @pytest.mark.parametrize("position", [0, 64, 1087, 2047])
 def test_x_is_read_once_the_kernel_before_has_written_it(cuda: Any, name: str, position: int) -> None:
     row = OneRow(cuda, SHAPES[name], DType.BFLOAT16)
-    expected = row.run(position, 0, is_attended=False)
+    expected = row.run(position, 0, joined=False)
     for _ in range(3):
         step = behind_slow_writer(row, position)
         step.launch(is_attended=True)
@@ -109,10 +106,8 @@ def test_x_is_read_once_the_kernel_before_has_written_it(cuda: Any, name: str, p
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("name", PROJECTED)
 def test_with_the_output_the_bits_are_those_of_three_launches(cuda: Any, name: str, dtype: DType) -> None:
-    row = OneRow(cuda, PROJECTED[name], dtype)
-    for position in (position for position in POSITIONS if position < SHORT_KEYS):
-        one, three = (row.project(position, position % NUM_SLOTS, joined=joined) for joined in (True, False))
-        assert_same(one, three, position)
+    short = (position for position in POSITIONS if position < SHORT_KEYS)
+    assert_joining_keeps_bits(OneRow(cuda, PROJECTED[name], dtype).project, short)
 
 
 @pytest.mark.gpu
