@@ -20,6 +20,7 @@ from cpmrt.server.openapi_types import (
 from cpmrt.server.responses_request import TEXT_PARTS
 from cpmrt.server.schema import (
     MAX_CHOICES,
+    MAX_LOGIT_BIAS,
     MAX_PROMPTS,
     MAX_STOP,
     MAX_STOP_BYTES,
@@ -79,6 +80,7 @@ _SHARED: Schema = {
         "object",
         propertyNames={"pattern": "^[0-9]{1,9}$"},
         additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
+        maxProperties=MAX_LOGIT_BIAS,
     ),
     "n": optional("integer", minimum=1, maximum=MAX_CHOICES, default=1),
     "stop": {

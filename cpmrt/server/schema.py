@@ -25,6 +25,7 @@ MAX_STOP = 1024
 MAX_STOP_BYTES = 16 * 1024
 """The most bytes of all stop strings of a request together."""
 MAX_STOP_TOKEN_IDS = 16
+MAX_LOGIT_BIAS = 4096
 MAX_CHOICES = 128
 MAX_TEMPLATE_VARIABLES = 64
 MAX_TOOLS = 512
@@ -347,8 +348,10 @@ def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    pairs = []
-    for key, bias in (fields.mapping("logit_bias") or {}).items():
+    biases, pairs = fields.mapping("logit_bias") or {}, []
+    if len(biases) > MAX_LOGIT_BIAS:
+        raise invalid("logit_bias", f"expected at most {MAX_LOGIT_BIAS} token ids, got {len(biases)}")
+    for key, bias in biases.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10 and is_number(bias) and -100 <= bias <= 100):
             raise invalid("logit_bias", "expected token ids as keys and numbers in [-100, 100] as values")
         pairs.append((int(key), float(bias)))

@@ -42,6 +42,7 @@ CHAT_FIELDS = [
     ({"logit_bias": {"1": 101}}, 400), ({"logit_bias": {"-1": 1}}, 400), ({"logit_bias": {"1e3": 1}}, 400),
     ({"logit_bias": {"1": None}}, 400), ({"logit_bias": {"9" * 50: 1}}, 400), ({"logit_bias": {"\u0661": 1}}, 400),
     ({"logit_bias": {"": 1}}, 400), ({"logit_bias": {"999999999": 1}}, 400),
+    ({"logit_bias": dict.fromkeys(map(str, range(4097)), 1)}, 400),
     # stops
     ({"stop": ""}, 400), ({"stop": [""]}, 400), ({"stop": [1]}, 400), ({"stop": {}}, 400), ({"stop": [["a"]]}, 400),
     ({"stop": [None]}, 400), ({"stop": "a" * 16385}, 400), ({"stop": ["a"] * 1025}, 400), ({"stop": ["\ud800"]}, 400),

@@ -16,6 +16,7 @@ from timing import slowness
 
 from cpmrt.executor import ExecutorLimits
 from cpmrt.server.run import SWITCH_INTERVAL_S
+from cpmrt.server.schema import MAX_LOGIT_BIAS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_OWN_MS = 5.0
@@ -123,6 +124,7 @@ LARGEST = {
     "too many tools": (400, chat(tools=[TOOL] * 8_000)),
     "a tool call": (200, chat("call!", tools=[TOOL])),
     "a tool call, streamed": (200, chat("call!", tools=[TOOL], stream=True)),
+    "as many biases as a request may have": (400, chat(logit_bias=dict.fromkeys(map(str, range(MAX_LOGIT_BIAS)), 1))),
     "logit_bias": (400, chat(logit_bias={str(index): 1 for index in range(60_000)})),
     "template variables": (400, chat(chat_template_kwargs={f"v{index}": [index] for index in range(40_000)})),
     "a long template variable": (200, chat(chat_template_kwargs={"v": [{"a": 1}] * 60_000}, max_tokens=1)),

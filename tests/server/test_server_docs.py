@@ -13,6 +13,7 @@ from fake_nvml import BUS_ID, FakeNvml
 from cpmrt import env
 from cpmrt.cli import serve
 from cpmrt.config.sampling import MAX_LOGPROBS
+from cpmrt.cuda.step.structs import MAX_LOGIT_BIAS
 from cpmrt.gpu_readings import GpuReadings
 from cpmrt.server import embeddings, http_protocol, json_body, run, schema
 from cpmrt.server.api import Endpoints
@@ -81,6 +82,7 @@ def test_every_code_of_an_error():
     ("answers to a prompt", [schema.MAX_CHOICES]),
     ("stop strings", [schema.MAX_STOP, schema.MAX_STOP_BYTES]),
     ("stop tokens", [schema.MAX_STOP_TOKEN_IDS]),
+    ("tokens with a bias", [schema.MAX_LOGIT_BIAS, MAX_LOGIT_BIAS]),
     ("most likely tokens", [MAX_LOGPROBS]),
     ("tools", [schema.MAX_TOOLS]),
     ("template variables", [schema.MAX_TEMPLATE_VARIABLES]),
