@@ -189,6 +189,11 @@ class _Server(uvicorn.Server):
         for listener in sockets or ():
             listener.listen(_WAITING_CONNECTIONS)  # the event loop has set it to BACKLOG, its accepts in one turn
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        if self.force_exit and self.server_state.tasks:  # uvicorn does not wait for the errors that end these
+            await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS_S)
+
     async def main_loop(self) -> None:
         """Wait for the end. uvicorn's own loop wakes up ten times a second to look."""
         while not await self.on_tick(0):

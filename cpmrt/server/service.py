@@ -21,7 +21,7 @@ from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAns
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText
 from cpmrt.server.engine_thread import EngineThread
-from cpmrt.server.errors import ApiError, naming, unsupported
+from cpmrt.server.errors import ApiError, naming, unavailable, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.json_body import LONG_BYTES
@@ -128,9 +128,16 @@ class Service:
         self._long_workers = ThreadPoolExecutor(1, "cpmrt-prepare-long")
 
     async def in_thread(self, call: Callable[[], T], num_bytes: int = 0) -> T:
-        """Return what a call gives in a worker thread; those about a body of many bytes do not hold up the others."""
+        """Return what a call gives in a worker thread; those about a body of many bytes do not hold up the others.
+
+        Raises ApiError 503 if the server ends before the call does.
+        """
         workers = self._workers if num_bytes < LONG_BYTES else self._long_workers
-        result = await asyncio.get_running_loop().run_in_executor(workers, _outcome, call)
+        running = asyncio.get_running_loop().run_in_executor(workers, _outcome, call)
+        await asyncio.wait((running, self.over), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            raise unavailable("the server is shutting down")
+        result = running.result()
         if isinstance(result, _Refusal):
             raise result.error
         return result

@@ -10,11 +10,15 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from threading import Event
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from serving import saying_llm, serving
+
+from cpmrt import RequestError
+from cpmrt.server.service import Service
 
 CHAT = "/v1/chat/completions"
 
@@ -72,6 +76,30 @@ def test_the_time_of_grace_ends(tmp_path):
         begun = time.monotonic()
         server.running.stop()
         assert b"shutting down" in received(stream) and time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("ends_at_once", [False, True], ids=["grace", "second SIGINT"])
+def test_a_request_that_is_still_prepared_ends_with_a_503(tmp_path, monkeypatch, ends_at_once):
+    begun, released = Event(), Event()
+
+    def preparing(self, body):
+        begun.set()
+        released.wait(20)
+        raise RequestError("prepared")
+
+    monkeypatch.setattr(Service, "prepare_chat", preparing)
+    with serving(lambda: endless(tmp_path, delay_s=0.01), grace=60 if ends_at_once else 0.2) as server:
+        connection = sent(server.url, CHAT, body())
+        assert begun.wait(20)
+        running = server.running
+        if ends_at_once:
+            for _ in range(2):
+                running._loop.call_soon_threadsafe(running._server.handle_exit, signal.SIGINT, None)
+        else:
+            running.stop()
+        answer = received(connection)
+        released.set()
+    assert answer.startswith(b"HTTP/1.1 503") and b'"code":"unavailable"' in answer, answer[:300]
 
 
 @contextmanager
