@@ -13,6 +13,7 @@ import lark
 import numpy as np
 import pytest
 from form_cases import LARK_GRAMMARS, REGEXES, schemas
+from timing import slowness
 
 from cpmrt import LLM, FormError, RequestError, SamplingParams
 from cpmrt.config import Sampling
@@ -425,7 +426,7 @@ def test_without_the_package_the_error_names_it(llm, monkeypatch):
 
 
 def test_the_first_mask_of_a_new_schema_is_soon_there(llm):
-    """From a new schema to the mask of the first token the median time is at most 15 ms."""
+    """From a new schema to the mask of the first token the median time is at most 15 ms, more on a slow machine."""
     maker = llm.maker
     maker.grammars.prepare()
     times = []
@@ -434,4 +435,4 @@ def test_the_first_mask_of_a_new_schema_is_soon_there(llm):
         begun = perf_counter()
         maker.grammars.matcher(form, grammars.Thought())().allowed()
         times.append(perf_counter() - begun)
-    assert sorted(times)[20] < 0.015
+    assert sorted(times)[20] < 0.015 * slowness(perf_counter)
