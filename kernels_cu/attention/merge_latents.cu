@@ -8,7 +8,7 @@
 // up             [HEADS, NOPE_DIM + U, C] scalar_t row-major
 // positions      [T] int32; slots [T] int32
 // constants      HEADS: query heads. KV_RANK: elements of a latent: 256, 512 or 1024. NOPE_DIM: rows of up before those of the
-//                values. VALUE_DIM: elements of a value, a multiple of 32
+//                values. VALUE_DIM: elements of a value, a multiple of 16
 // grid           (HEADS, b), b at most T: block y takes the rows y, y + b and so on; block 512; 8192 + 4 C bytes of static shared
 //                memory
 // launched after latent_attention, which starts once all kernels before the two products in front of absorb_queries have finished: so
