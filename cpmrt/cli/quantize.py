@@ -29,7 +29,7 @@ from cpmrt.quantization.gptq import GptqSettings
 from cpmrt.quantization.grid import GridSettings
 from cpmrt.quantization.outputs import check_new
 from cpmrt.quantization.recipe import METHODS, QuantisedLayer, Recipe
-from cpmrt.quantization.ternary import GROUP_SIZES, write_ternary
+from cpmrt.quantization.ternary import WRITTEN_GROUP_SIZES, write_ternary
 from cpmrt.text import Tokenizer
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="gptq_v2: zero points stored as they are (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--group-size", type=int, choices=GROUP_SIZES, default=128,
+        "--group-size", type=int, choices=WRITTEN_GROUP_SIZES, default=128,
         help="-1: a whole row; 256 is for ternary (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--asymmetric", action="store_true", help="zero points; always so in format awq")

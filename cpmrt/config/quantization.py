@@ -22,7 +22,7 @@ TERNARY = "ternary"
 GGUF = "gguf"
 """The method of random weights in blocks of a GGUF type. (A GGUF file itself says what it holds.)"""
 GROUP_SIZES = (32, 64, 128)
-"""The supported group sizes beside -1, one group a row."""
+"""The group sizes of quantised checkpoints beside -1, one group a row."""
 _USE_16_BITS = "use the 16-bit checkpoint of this model"
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 # Packing of an AutoRound checkpoint -> the format that its tensors have, and whether zero points are stored minus one.

@@ -32,7 +32,7 @@ from cpmrt.weights.quantised import read_codes, read_zeros
 from cpmrt.weights.quantised_specs import quantised_specs
 
 MARLIN_FILE = "model_gptq.safetensors"
-GROUP_SIZES = (128, -1)
+_MARLIN_GROUP_SIZES = (128, -1)
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,10 @@ def _settings(folder: ModelFolder) -> WeightQuantization:
         found = "none" if settings is None else f"{settings.method}, lm_head {settings.lm_head}"
         fix = "make it with cpmrt quantize, or name a FILE.gguf" if settings is None else None
         raise UnsupportedModelError(where, expected="4 bits of gptq, the head in 16", actual=found, fix=fix)
-    if not settings.symmetric or settings.act_order or settings.group_size not in GROUP_SIZES:
+    if not settings.symmetric or settings.act_order or settings.group_size not in _MARLIN_GROUP_SIZES:
         raise UnsupportedModelError(
             f"{where} cannot be said in CPM.cu's Marlin layout",
-            expected=f"sym true, desc_act false, group_size {' or '.join(map(str, GROUP_SIZES))}",
+            expected=f"sym true, desc_act false, group_size {' or '.join(map(str, _MARLIN_GROUP_SIZES))}",
             actual=f"sym {settings.symmetric}, desc_act {settings.act_order}, group_size {settings.group_size}",
             fix="quantise again, with --static-groups if --act-order is wanted",
         )

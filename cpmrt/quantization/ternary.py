@@ -24,7 +24,8 @@ from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import FLOATS
 
-GROUP_SIZES = (32, 64, 128, 256, -1)
+WRITTEN_GROUP_SIZES = (32, 64, 128, 256, -1)
+"""The group sizes of the ternary checkpoints that can be made; -1: one group a row."""
 _SMALLEST_SCALE = np.float32(1e-5)
 _BLOCK = 1 << 22
 """Elements made ternary at a time."""

@@ -19,7 +19,8 @@ from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.safetensors import FLOATS
 
 TERNARY_BITS = 2
-GROUP_SIZES = (128, 64, 32)
+_HELD_GROUP_SIZES = (128, 64, 32)
+"""The group sizes in which 2-bit weights are held, the largest first: those that kernels take."""
 NOT_TERNARY = "values that are not -1, 0 or 1 times the scale of their group, as others are"
 KEEP_16_BITS = 'keep it in 16 bits: load_format="safetensors" (--load-format safetensors)'
 _SAMPLED_ROWS = 8
@@ -52,7 +53,7 @@ def declared_ternary(spec: TensorSpec, settings: WeightQuantization) -> TensorSp
     """Return a spec with the 2-bit codes that `settings` declare if it is a matrix of a layer; any other as it is."""
     if not _has_ternary_kernels(spec) or spec.product == "head":
         return spec
-    size = min(settings.group_of(spec.shape[1]), max(GROUP_SIZES))
+    size = min(settings.group_of(spec.shape[1]), max(_HELD_GROUP_SIZES))
     if spec.shape[1] % size:
         raise UnsupportedModelError(
             f"{quoted(spec.name)}: columns of a ternary weight", expected=f"a multiple of {size}", actual=spec.shape[1]
@@ -75,7 +76,7 @@ def _has_ternary_kernels(spec: TensorSpec) -> bool:
 def _group_size(spec: TensorSpec, checkpoint: Checkpoint) -> int | None:
     """Return the largest group size with which the sampled rows of all sources are ternary, or None."""
     samples = [_sample(source, checkpoint) for source in spec.sources]
-    for size in GROUP_SIZES:
+    for size in _HELD_GROUP_SIZES:
         if spec.shape[1] % size == 0 and all(rows is not None and is_ternary(rows, size) for rows in samples):
             return size
     return None
