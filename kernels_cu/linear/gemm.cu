@@ -1,4 +1,5 @@
-// Dense product of many rows with tensor cores: the stand-in for cuBLASLt where that library is absent.
+// Dense product of many rows with tensor cores: it defines the bits of a chunk's products, and computes those for which cuBLASLt has no
+// algorithm with these bits, or all of them where that library is absent.
 //
 //   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]);  y is not read if beta is 0
 //   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major; w (N, K) scalar_t row-major;

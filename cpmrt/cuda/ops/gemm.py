@@ -72,6 +72,7 @@ class Gemm:
         self, y: DeviceArray, x: DeviceArray, w: DeviceArray, *, alpha: float = 1.0, beta: float = 0.0
     ) -> None:
         """Launch the product of contiguous x [M, K] and w [N, K] into y [M, N], perhaps columns of a wider matrix."""
+        # Which shapes the library takes turns out when they run; the trials by which it does need one kernel.
         if self._library is not None and self._launch.is_recording:
             self._launch(GEMM, trial_tile(self._device), 1, 1)
             return
