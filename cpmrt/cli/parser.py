@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from cpmrt.cli.output import write
@@ -25,6 +26,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
         self.register("type", int, number(int, "an integer"))
         self.register("type", float, number(float, "a number"))
+        self.register("type", Path, _path)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line. Raises UsageError: an unknown option is answered with the most similar known one, words
@@ -62,6 +64,13 @@ def number(kind: type[int] | type[float], what: str) -> Callable[[str], int | fl
             raise argparse.ArgumentTypeError(f"expected {what}, got {quoted(text)}") from None
 
     return parsed
+
+
+def _path(text: str) -> Path:
+    """Parse the path of a file or folder: an empty one, as of a variable that is not set, would be this folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
