@@ -20,7 +20,7 @@ from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.quantization.marlin_conversion import convert
 from cpmrt.quantization.outputs import check_new
 from cpmrt.quantization.plain_conversion import to_safetensors
-from cpmrt.weights.gguf.file import GGUF_SUFFIX
+from cpmrt.weights.gguf.file import has_gguf_suffix
 from cpmrt.weights.model_folder import ModelFolder
 
 
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the target. Raises CheckpointError, ConfigError, UnsupportedModelError, and leaves nothing of it then."""
-    made = args.to or ("gguf" if args.target.suffix == GGUF_SUFFIX else "marlin")
+    made = args.to or ("gguf" if has_gguf_suffix(args.target.name) else "marlin")
     if args.type is not None and made != "gguf":
         raise UsageError("--type is for --to gguf")
     check_new(args.target, "file" if made == "gguf" else "folder")

@@ -23,7 +23,7 @@ from cpmrt.quantization.plain_conversion import plain_weights
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
-from cpmrt.weights.gguf.file import GGUF_SUFFIX
+from cpmrt.weights.gguf.file import GGUF_SUFFIX, has_gguf_suffix
 from cpmrt.weights.gguf.specs import unpaired
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack
@@ -68,7 +68,7 @@ def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
     `kind` is a key of FILE_TYPES. Matrices whose columns make no whole blocks of that type become Q8_0 or BF16. Raises
     CheckpointError, ConfigError, UnsupportedModelError.
     """
-    if target.suffix != GGUF_SUFFIX:
+    if not has_gguf_suffix(target.name):
         expected = f"a name that ends with {GGUF_SUFFIX}"
         raise ConfigError("the file to make", expected=expected, actual=quoted(target.name))
     row = architecture_row(folder.config)

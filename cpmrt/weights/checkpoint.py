@@ -14,7 +14,7 @@ from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, CpmrtError, listed, quoted
 from cpmrt.weights.gguf.architectures import NOT_WEIGHTS, architecture_of
 from cpmrt.weights.gguf.config import head_dim
-from cpmrt.weights.gguf.file import GgufFile, GgufModel
+from cpmrt.weights.gguf.file import GgufFile, GgufModel, has_gguf_suffix
 from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.mapped_file import TensorEntry
 from cpmrt.weights.model_files import is_there, read_json
@@ -226,7 +226,7 @@ def _nothing_to_open(where: str, present: Sequence[str]) -> CheckpointError:
         # No file name goes into a command line that a user may paste: only a pattern.
         stem = "pytorch_model*" if pickles[-1].startswith("pytorch_model") else "*"
         fix = CONVERT_PICKLES.replace("{pattern}", stem + Path(pickles[-1]).suffix)
-    elif any(name.endswith(".gguf") for name in present):
+    elif any(has_gguf_suffix(name) for name in present):
         fix = "name the .gguf file itself (of a hub: ORG/NAME:FILE)"
     else:
         fix = "name the folder that holds config.json and the weights"

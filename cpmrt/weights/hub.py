@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from cpmrt.errors import CheckpointError, ConfigError, quoted
-from cpmrt.weights.gguf.file import GGUF_SUFFIX
+from cpmrt.weights.gguf.file import has_gguf_suffix
 from cpmrt.weights.hugging_face import HuggingFace
 from cpmrt.weights.modelscope import ModelScope
 from cpmrt.weights.repository import Hub, Repository, has_weights
@@ -37,7 +37,7 @@ def find(model: str | Path | None, *, revision: str | None = None) -> Path | Rep
         if revision is not None:
             raise ConfigError(f"{path} is a local folder, which has no revision", fix="leave revision out")
         return Path(path)
-    if path.endswith(GGUF_SUFFIX) and os.path.isfile(path):
+    if has_gguf_suffix(path) and os.path.isfile(path):
         if revision is not None:
             raise ConfigError(f"{path} is a local file, which has no revision", fix="leave revision out")
         return Path(path)
@@ -69,7 +69,7 @@ def repository(name: str, revision: str | None = None) -> Repository:
 
 def looks_like_path(model: str) -> bool:
     """Return whether a name that is not a folder can only be meant as a path, not as a repository."""
-    is_file_name = model.endswith(GGUF_SUFFIX) and "/" not in model
+    is_file_name = has_gguf_suffix(model) and "/" not in model
     return is_file_name or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or os.path.isfile(model)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpmrt.errors import CheckpointError, CpmrtError
 from cpmrt.weights.draft_folder import method_of
-from cpmrt.weights.gguf.file import GGUF_SUFFIX
+from cpmrt.weights.gguf.file import has_gguf_suffix
 from cpmrt.weights.hub import HUBS
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.repository import CachedRepository, Hub, has_weights
@@ -73,7 +73,7 @@ def cached_models() -> Iterator[CachedModel]:
 
 
 def _state(folder: Path) -> State:
-    if not (folder / "config.json").exists() and (files := sorted(folder.glob(f"*{GGUF_SUFFIX}"))):
+    if not (folder / "config.json").exists() and (files := _gguf_files(folder)):
         return next((state for file in files if (state := _state(file)) is State.READY), State.UNSUPPORTED)
     try:
         is_whole = has_weights(folder)
@@ -83,3 +83,7 @@ def _state(folder: Path) -> State:
     except CpmrtError:
         return State.UNSUPPORTED
     return State.READY if is_whole else State.INCOMPLETE
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if has_gguf_suffix(path.name))

@@ -181,9 +181,10 @@ def test_a_gptq_checkpoint_becomes_a_file_and_a_plain_folder(tmp_path):
     assert np.abs(found[2] - found[0]).max() < 0.1 and np.abs(found[1] - found[0]).max() < 0.3
 
 
-def test_the_name_of_the_file_says_the_format(tmp_path):
-    assert main(["convert", "demo", str(tmp_path / "a.gguf"), "--type", "Q8_0"]) == 0
-    assert ModelFolder.open(tmp_path / "a.gguf").config.attention == ModelFolder.open(BUNDLED).config.attention
+@pytest.mark.parametrize("name", ["a.gguf", "A.GGUF"])
+def test_the_name_of_the_file_says_the_format(tmp_path, name):
+    assert main(["convert", "demo", str(tmp_path / name), "--type", "Q8_0"]) == 0
+    assert ModelFolder.open(tmp_path / name).config.attention == ModelFolder.open(BUNDLED).config.attention
 
 
 def test_what_is_not_ternary_is_told(tmp_path, caplog):

@@ -112,8 +112,9 @@ def test_a_file_that_is_not_there_and_a_folder(tmp_path):
         GgufFile.open(tmp_path)
 
 
-def test_parts_of_a_split_model_open_from_any_of_them(tmp_path):
-    paths = files.split(tmp_path)
+@pytest.mark.parametrize("suffix", [".gguf", ".GGUF"])
+def test_parts_of_a_split_model_open_from_any_of_them(tmp_path, suffix):
+    paths = [path.rename(path.with_suffix(suffix)) for path in files.split(tmp_path)]
     for path in paths:
         with GgufModel.open(path) as model:
             assert [part.path for part in model.parts] == paths

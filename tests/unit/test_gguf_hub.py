@@ -16,7 +16,7 @@ from cpmrt.weights.gguf.choice import gguf_labels, select_gguf
 
 NAMES = [
     "M-Q4_K_M.gguf", "M-Q4_0.gguf", "M-f16.gguf", "M-Q8_0-00001-of-00002.gguf", "M-Q8_0-00002-of-00002.gguf",
-    "other/M-Q6_K.gguf", "README.md", "M-IQ4_K_M.gguf",
+    "other/M-Q6_K.gguf", "README.md", "M-IQ4_K_M.gguf", "M-Q5_0.GGUF",
 ]  # fmt: skip
 
 
@@ -26,7 +26,7 @@ NAMES = [
         ("Q4_K_M", ["M-Q4_K_M.gguf"]), ("q4_k_m", ["M-Q4_K_M.gguf"]), ("M-Q4_0.gguf", ["M-Q4_0.gguf"]),
         ("F16", ["M-f16.gguf"]), ("Q8_0", ["M-Q8_0-00001-of-00002.gguf", "M-Q8_0-00002-of-00002.gguf"]),
         ("M-Q8_0-00002-of-00002.gguf", ["M-Q8_0-00001-of-00002.gguf", "M-Q8_0-00002-of-00002.gguf"]),
-        ("M-Q4_0", ["M-Q4_0.gguf"]),
+        ("M-Q4_0", ["M-Q4_0.gguf"]), ("Q5_0", ["M-Q5_0.GGUF"]),
     ],
 )  # fmt: skip
 def test_a_file_is_meant_by_its_name_or_its_end(wish, expected):
@@ -35,7 +35,7 @@ def test_a_file_is_meant_by_its_name_or_its_end(wish, expected):
 
 def test_labels_are_the_shortest_ends_that_mean_one_file():
     labels = gguf_labels(NAMES)
-    assert sorted(labels) == ["IQ4_K_M", "Q4_0", "Q4_K_M", "Q8_0", "f16"]
+    assert sorted(labels) == ["IQ4_K_M", "Q4_0", "Q4_K_M", "Q5_0", "Q8_0", "f16"]
     for label in labels:
         assert select_gguf(NAMES, label, "org/m")
 

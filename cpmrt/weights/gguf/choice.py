@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpmrt.errors import CheckpointError, listed, quoted
-from cpmrt.weights.gguf.file import GGUF_SUFFIX, split_paths
+from cpmrt.weights.gguf.file import GGUF_SUFFIX, has_gguf_suffix, split_paths
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _SEPARATORS = "-._"
@@ -19,7 +19,7 @@ def select_gguf(names: Sequence[str], wish: str, where: str) -> list[str]:
     Capitals do not matter. `where` names the repository in errors. Raises CheckpointError where `wish` means no model,
     or several, or parts are missing.
     """
-    found = {name: _stem(name) for name in names if name.endswith(GGUF_SUFFIX) and "/" not in name}
+    found = {name: _stem(name) for name in names if has_gguf_suffix(name) and "/" not in name}
     stems = {stem for name, stem in found.items() if name.lower() == wish.lower() or _ends(stem, wish)}
     if len(stems) != 1:
         labels = listed(gguf_labels(names), 20)
@@ -36,13 +36,13 @@ def select_gguf(names: Sequence[str], wish: str, where: str) -> list[str]:
 
 def gguf_labels(names: Sequence[str]) -> list[str]:
     """Return for each GGUF model of a repository the shortest end of its name that means no other one."""
-    stems = sorted({_stem(name) for name in names if name.endswith(GGUF_SUFFIX) and "/" not in name})
+    stems = sorted({_stem(name) for name in names if has_gguf_suffix(name) and "/" not in name})
     return [_label(stem, stems) for stem in stems]
 
 
 def _stem(name: str) -> str:
     """Return a file's name without its suffix and the number of its part."""
-    return _PART.sub("", name.removesuffix(GGUF_SUFFIX))
+    return _PART.sub("", name[: -len(GGUF_SUFFIX)])
 
 
 def _ends(stem: str, wish: str) -> bool:

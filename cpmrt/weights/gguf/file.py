@@ -18,7 +18,12 @@ from cpmrt.weights.mapped_file import MappedFile, TensorEntry, map_file, unmap
 from cpmrt.weights.safetensors import FLOATS
 
 GGUF_SUFFIX = ".gguf"
-_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
+
+
+def has_gguf_suffix(name: str) -> bool:
+    """Whether a file's name is that of a GGUF file; capitals do not matter."""
+    return name.lower().endswith(GGUF_SUFFIX)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,8 +76,8 @@ def split_paths(path: Path) -> list[Path]:
     match = _SPLIT_NAME.fullmatch(path.name)
     if match is None:
         return [path]
-    stem, _, count = match.groups()
-    return [path.with_name(f"{stem}-{number:05}-of-{count}{GGUF_SUFFIX}") for number in range(1, int(count) + 1)]
+    stem, _, count, suffix = match.groups()
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
