@@ -22,6 +22,7 @@ from cpmrt.cli import arguments as options
 from cpmrt.cli import option_values
 from cpmrt.cli.main import EXIT_INTERRUPTED
 from cpmrt.cli.output import complain, note
+from cpmrt.cli.parser import UsageError
 from cpmrt.errors import ConfigError
 from cpmrt.installation import check_extra
 
@@ -82,12 +83,14 @@ def run(args: argparse.Namespace) -> int:
     check_extra("server", "cpmrt serve needs")
     from cpmrt.server.run import address_of, bind, serve
 
+    if args.quiet and args.log_prompts:
+        raise UsageError("--log-prompts writes lines of the log that --quiet leaves out: give one of them")
     settings = _settings(args)
     if not settings.is_loopback and not settings.api_keys:
         complain(f"cpmrt: warning: {settings.host} can be reached from other machines and there is no --api-key")
     listener = bind(settings)
     note(f"cpmrt: listening on {address_of(listener, settings)}; loading {settings.model_name}")
-    with _log_to_stderr():
+    with _log_to_stderr(is_quiet=args.quiet):
         ending = serve(settings, lambda: LLM(**options.llm_arguments(args)), listener)
     code = EXIT_INTERRUPTED if ending.signal_number == signal.SIGINT else 0
     if not ending.is_complete:
@@ -143,12 +146,14 @@ def _name_of(model: str | None) -> str:
 
 
 @contextlib.contextmanager
-def _log_to_stderr() -> Iterator[None]:
+def _log_to_stderr(*, is_quiet: bool) -> Iterator[None]:
+    """Write the server's log to standard error; with --quiet only warnings and errors."""
     from cpmrt.server.log import LogWriter
 
     handler = LogWriter(sys.stderr.fileno())
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    levels = {"cpmrt": logging.WARNING, "cpmrt.server": logging.INFO, "uvicorn.error": logging.ERROR}
+    own = logging.WARNING if is_quiet else logging.INFO
+    levels = {"cpmrt": logging.WARNING, "cpmrt.server": own, "uvicorn.error": logging.ERROR}
     for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False

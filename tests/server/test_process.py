@@ -45,7 +45,7 @@ class Process:
 
 
 @contextmanager
-def started(kind, folder, *arguments, num_files=None):
+def launched(kind, folder, *arguments, num_files=None):
     def limit():
         if num_files:
             resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
@@ -54,11 +54,17 @@ def started(kind, folder, *arguments, num_files=None):
     command = [sys.executable, str(TESTS / "serve_process.py"), kind, str(folder), *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=limit)
     try:
-        yield Process(process)
+        yield process
     finally:
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+@contextmanager
+def started(kind, folder, *arguments, num_files=None):
+    with launched(kind, folder, *arguments, num_files=num_files) as process:
+        yield Process(process)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -79,6 +85,18 @@ def test_a_lost_device_ends_the_process_with_an_error(tmp_path):
         assert server.process.wait(10) == 1
         lines = server.rest()
         assert "the GPU is gone" in lines[-1] and not any("Traceback" in line for line in lines)
+
+
+def test_a_quiet_server_says_nothing_but_errors(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with launched("lost", tmp_path, "--quiet", "--port", str(port)) as process:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10), base_url=f"http://127.0.0.1:{port}") as client:
+            while client.get("/health").status_code != 200:
+                time.sleep(0.01)
+            assert client.post("/v1/chat/completions", json=ASK).status_code == 503
+        assert process.wait(10) == 1
+        assert all("the GPU is gone" in line for line in process.stderr.readlines())
 
 
 def test_a_log_that_nobody_reads_stops_nothing(tmp_path):

@@ -12,6 +12,7 @@ from fake_nvml import BUS_ID, FakeNvml
 
 from cpmrt import env
 from cpmrt.cli import serve
+from cpmrt.cli.parser import add_quiet
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.cuda.step.structs import MAX_LOGIT_BIAS
 from cpmrt.gpu_readings import GpuReadings
@@ -55,6 +56,7 @@ def _rules(schemas: dict, field: str) -> dict:
 def test_every_option_of_the_server():
     parser = argparse.ArgumentParser()
     serve.configure(parser)
+    add_quiet(parser)
     (group,) = [group for group in parser._action_groups if group.title == "server"]
     of_server = {option for action in group._group_actions for option in action.option_strings}
     known = {option for action in parser._actions for option in action.option_strings}
