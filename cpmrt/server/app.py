@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from difflib import get_close_matches
 from inspect import signature
 from time import perf_counter
 from typing import Any
@@ -13,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cpmrt.errors import CpmrtError, RequestError
@@ -72,10 +74,18 @@ async def _gone(request: Request, error: Exception) -> Response:
 async def _routing_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed"}
-    message = f"{request.method} {request.url.path[:100]}: {error.detail}"
-    headers = dict(error.headers or {})
+    headers, path = dict(error.headers or {}), request.url.path[:100]
+    fix = f"; use {headers['Allow']}" if "Allow" in headers else _other_path(path, request.app)
+    message = f"{request.method} {path}: {error.detail}{fix}"
     code = codes.get(error.status_code)
     return error_response(ApiError(error.status_code, message, code=code, headers=headers), request.url.path)
+
+
+def _other_path(path: str, app: Starlette) -> str:
+    """Return a hint that names the endpoint that a client means, such as one whose base URL lacks /v1."""
+    paths = [route.path for route in app.routes if isinstance(route, Route) and "{" not in route.path]
+    found = get_close_matches(path, paths, n=1, cutoff=0.7)
+    return f"; did you mean {found[0]}?" if found else "; /openapi.json lists the endpoints"
 
 
 class Gate:

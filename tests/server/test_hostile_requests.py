@@ -156,6 +156,19 @@ def test_a_wrong_method_is_a_405(says):
     answer = says.client.get(CHAT)
     assert answer.status_code == 405 and answer.headers["allow"] == "POST"
     assert answer.json()["error"]["code"] == "method_not_allowed"
+    assert answer.json()["error"]["message"].endswith("Method Not Allowed; use POST")
+
+
+@pytest.mark.parametrize(("path", "hint"), [
+    ("/chat/completions", "; did you mean /v1/chat/completions?"), ("/v1/v1/messages", "; did you mean /v1/messages?"),
+    ("/v1/chat/completions/", "; did you mean /v1/chat/completions?"), ("/v1/model", "; did you mean /v1/models?"),
+    ("/completion", "; did you mean /v1/completions?"), ("/api/generate", "; /openapi.json lists the endpoints"),
+])  # fmt: skip
+def test_a_path_that_is_not_here_names_the_one_that_is_meant(says, path, hint):
+    answer = says.client.post(path, json={})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["message"] == f"POST {path}: Not Found{hint}" and error["code"] == "not_found"
 
 
 def test_a_name_that_another_site_gave_this_machine_is_refused(says):
