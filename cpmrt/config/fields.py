@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
-from cpmrt.config.integers import integer
+from cpmrt.config.integers import integer, is_number
 from cpmrt.errors import ConfigError, quoted
 
 REQUIRED: Any = object()
 
 
 class Fields:
-    """The fields of a JSON object from `source` (a file name for messages). null counts as absent."""
+    """The fields of a JSON object from `source` (a file name for messages). null counts as absent.
+
+    A program may have put numbers of NumPy there, as in `hf_overrides`: they come out as Python's own.
+    """
 
     def __init__(self, data: Mapping[str, Any], source: str):
         self.data, self.source = data, source
@@ -41,9 +45,10 @@ class Fields:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if integer(value, low, high) is None:
+        number = integer(value, low, high)
+        if number is None:
             raise self.fail(name, f"an integer in [{low}, {high}]")
-        return value
+        return number
 
     def number(self, name: str, default: Any = REQUIRED, low: float = 1e-12, high: float = 1e12) -> Any:
         """Return a number in [low, high] as float; the default (any type) where the field is absent."""
@@ -90,7 +95,7 @@ class Fields:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(integer(i, 0, vocab_size - 1) is None for i in ids):
             raise self.fail(name, f"token ids in [0, {vocab_size})")
-        return tuple(ids)
+        return tuple(int(i) for i in ids)
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         """Return an object; an empty one where the field is absent."""
@@ -113,7 +118,7 @@ class Fields:
         return flat
 
 
-def _is_number_in(value: object, low: float, high: float) -> bool:
+def _is_number_in(value: Any, low: float, high: float) -> bool:
     """Whether a value is a number in [low, high]: NaN never is, and an integer too large for a float is compared as it
     is."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    return is_number(value, Real) and low <= value <= high

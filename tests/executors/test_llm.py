@@ -171,6 +171,17 @@ def test_overrides_reach_the_config(checkpoint):
         assert llm.config.eos_token_ids == (9,) and llm.max_context == 64
 
 
+def test_overrides_may_be_numbers_of_numpy(checkpoint):
+    overrides = {
+        "eos_token_id": [np.int32(9)], "max_position_embeddings": np.int64(64), "rope_theta": np.float32(500),
+    }  # fmt: skip
+    with LLM(checkpoint, executor="reference", hf_overrides=overrides) as llm:
+        config = llm.config
+        assert (config.eos_token_ids, llm.max_context, config.rope.theta) == ((9,), 64, 500)
+        found = (config.eos_token_ids[0], config.max_position_embeddings, llm.max_context, config.rope.theta)
+        assert [type(value) for value in found] == [int, int, int, float]
+
+
 def test_closed_models_refuse(checkpoint):
     llm = LLM(checkpoint, executor="reference")
     llm.close()
