@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.config import ModelConfig, SamplingDefaults, SparseSetting, with_sparse_setting
-from cpmrt.errors import CheckpointError, ConfigError, listed, quoted
+from cpmrt.errors import CheckpointError, listed, quoted
 from cpmrt.weights import hub
 from cpmrt.weights.gguf.folder import is_gguf
 from cpmrt.weights.hub import BUNDLED
 from cpmrt.weights.model_files import is_there, read_json, read_json_if_there
+from cpmrt.weights.overrides import ReadKeys, merged
 from cpmrt.weights.repository import Repository, has_weights
 
 
@@ -46,20 +47,23 @@ class ModelFolder:
         """Resolve a folder or hub id (None or "demo": the bundled model) and read its config.
 
         The weights of a hub's model are fetched after its config has been read, or, with `weights` False, not until
-        `fetch_weights`. `hf_overrides` replace keys of config.json, objects key by key; `sparse` is applied after them
-        (`config.sparse`). Raises CheckpointError, ConfigError, UnsupportedModelError.
+        `fetch_weights`. `hf_overrides` replace keys of config.json, objects key by key, and a warning
+        names one that nothing reads; `sparse` is applied after them (`config.sparse`). Raises CheckpointError,
+        ConfigError, UnsupportedModelError.
         """
         found = hub.find(model, revision=revision)
         path = found if isinstance(found, Path) else found.fetch_config()
         source = path / "config.json"
         check_kind(path)
-        raw_config = with_sparse_setting(_merged(read_json(source), hf_overrides), sparse)
+        raw_config = with_sparse_setting(merged(read_json(source), hf_overrides), sparse)
         generation_source = path / "generation_config.json"
         generation_config = read_json_if_there(generation_source)
         quantize_config = read_json_if_there(path / "quantize_config.json")
         named = _named(source, hf_overrides, sparse)
-        config = ModelConfig.from_hf(raw_config, generation_config, named, quantize_config)
-        sampling = SamplingDefaults.of_model(generation_config, raw_config, str(generation_source))
+        keys = ReadKeys(raw_config)
+        config = ModelConfig.from_hf(keys, generation_config, named, quantize_config)
+        sampling = SamplingDefaults.of_model(generation_config, keys, str(generation_source))
+        keys.warn_of_unread(hf_overrides)
         folder = cls(path, raw_config, config, sampling, None if isinstance(found, Path) else found)
         if weights:
             folder.fetch_weights()
@@ -107,15 +111,3 @@ def _named(source: Path, overrides: Mapping[str, Any] | None, sparse: SparseSett
     """Return the config's name for error messages: its path and the arguments that changed it and may be at fault."""
     changes = ["hf_overrides"] * bool(overrides) + ["sparse"] * (isinstance(sparse, Mapping) and bool(sparse))
     return str(source) + (f" with {' and '.join(changes)}" if changes else "")
-
-
-def _merged(config: dict[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    if overrides is None:
-        return config
-    if not isinstance(overrides, Mapping) or not all(isinstance(key, str) for key in overrides):
-        raise ConfigError("hf_overrides", expected="a dict of config.json keys", actual=quoted(overrides))
-    merged = dict(config)
-    for key, value in overrides.items():
-        both_objects = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = {**merged[key], **value} if both_objects else value
-    return merged

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import weakref
 
 import numpy as np
@@ -169,6 +170,16 @@ def test_dummy_weights_need_neither_weights_nor_tokenizer(tmp_path):
 def test_overrides_reach_the_config(checkpoint):
     with LLM(checkpoint, executor="reference", hf_overrides={"eos_token_id": 9, "max_position_embeddings": 64}) as llm:
         assert llm.config.eos_token_ids == (9,) and llm.max_context == 64
+
+
+@pytest.mark.parametrize(("key", "hint"), [
+    ("rope_scalling", "; did you mean rope_scaling?"), ("max_position_embedding", "; did you mean max_position_embed"),
+    ("colour", "for this model"),
+])  # fmt: skip
+def test_overrides_that_change_nothing_are_told(checkpoint, key, hint):
+    with pytest.warns(UserWarning, match=re.escape(f"hf_overrides: '{key}' changes nothing")) as caught:
+        LLM(checkpoint, executor="reference", hf_overrides={"eos_token_id": 9, key: 5}).close()
+    assert len(caught) == 1 and hint in str(caught[0].message)
 
 
 def test_overrides_may_be_numbers_of_numpy(checkpoint):
