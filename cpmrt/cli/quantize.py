@@ -33,6 +33,7 @@ from cpmrt.quantization.ternary import WRITTEN_GROUP_SIZES, write_ternary
 from cpmrt.text import Tokenizer
 from cpmrt.weights.model_folder import ModelFolder
 
+_WINDOW = 2048
 _CALIBRATED = ("gptq", "awq")
 METHODS_OF = {
     "format": METHODS, "asymmetric": METHODS, "search": METHODS, "lm_head": METHODS, "device": METHODS,
@@ -71,7 +72,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--calibration", type=Path, help="text or .jsonl file, or a folder of them (gptq and awq)")
     parser.add_argument("--windows", type=int, default=128, help="how many calibration windows (default: %(default)s)")
-    parser.add_argument("--window", type=int, default=2048, help="tokens in each (default: %(default)s)")
+    parser.add_argument(
+        "--window", type=int, help=f"tokens in each (default: {_WINDOW}, or as many as the model takes)"
+    )
     parser.add_argument("--skip-positions", type=int, default=0, help="first positions not calibrated on")
     parser.add_argument(
         "--lm-head", nargs="?", type=int, choices=(4, 8), const=4, default=0, metavar="BITS",
@@ -103,9 +106,9 @@ def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
         raise ConfigError(f"method {options.method} looks at activations", fix="give it text: --calibration FILE")
     if not 0 < options.damping < 1:
         raise ConfigError("--damping", expected="a number between 0 and 1", actual=options.damping)
-    for name in ("windows", "window"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name}", expected="at least 1", actual=getattr(options, name))
+    for name, value in (("windows", options.windows), ("window", options.window)):
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}", expected="at least 1", actual=value)
     if options.skip_positions < 0:
         raise ConfigError("--skip-positions", expected="at least 0", actual=options.skip_positions)
     symmetric = not (options.asymmetric or options.format == "awq")
@@ -119,7 +122,10 @@ def make_recipe(options: argparse.Namespace, dtype: DType) -> Recipe:
 def calibration_windows(options: argparse.Namespace, folder: ModelFolder) -> list[list[int]]:
     """Return the token ids of the calibration text, cut into windows."""
     tokenizer = Tokenizer.open(folder.path, vocab_size=folder.config.vocab_size)
-    length = min(options.window, folder.config.max_position_embeddings)
+    longest = folder.config.max_position_embeddings
+    length = min(_WINDOW, longest) if options.window is None else options.window
+    if length > longest:
+        raise ConfigError("--window", expected=f"at most {longest}, the tokens that the model takes", actual=length)
     windows: list[list[int]] = token_windows(read_texts(options.calibration), tokenizer, options.windows, length)
     if options.skip_positions >= len(windows[0]):
         most = f"fewer than a window's {len(windows[0])}"

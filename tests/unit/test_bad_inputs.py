@@ -105,6 +105,7 @@ BAD_INPUTS = [
     Bad("no windows", f"{CALIBRATED} --windows 0", ("--windows: expected at least 1, got 0",)),
     Bad("a window of nothing", f"{CALIBRATED} --window -5", ("--window: expected at least 1, got -5",)),
     Bad("a window longer than the text", f"{CALIBRATED} --window 2000", ("calibration text is too short", "--window")),
+    Bad("a window longer than the model takes", f"{CALIBRATED} --window 999999", ("--window: expected at most 2048",)),
     Bad("nothing left of a window", f"{CALIBRATED} --skip-positions 32", ("--skip-positions", "fewer than")),
     Bad("text that is absent", f"{Q} --calibration @absent.txt", ("absent.txt does not exist",)),
     Bad("folder without text", f"{Q} --calibration @empty", ("has no calibration text", "*.txt")),

@@ -268,7 +268,7 @@ def test_a_failed_run_leaves_nothing(model, text, tmp_path, capsys):
     (("--damping", "0", "--calibration", "TEXT"), "--damping"),
     (("--window", "0", "--calibration", "TEXT"), "--window"),
     (("--calibration", "nowhere.txt"), "does not exist"),
-    (("--calibration", "TEXT", "--window", "100000", "--windows", "1"), "too short"),
+    (("--calibration", "TEXT", "--window", "100000", "--windows", "1"), "--window: expected at most"),
     (("--calibration", "TEXT", "--window", "8", "--skip-positions", "8"), "--skip-positions"),
     (("--calibration", "TEXT", "--window", "8", "--skip-positions", "-1"), "--skip-positions"),
 ])  # fmt: skip
