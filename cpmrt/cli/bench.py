@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         _check_no_times(args)
     changes = options.draft_changes(args)
     for path in filter(None, (args.json, args.plot)):
-        _check_folder(path)
+        _check_file(path)
     if args.plot:
         check_can_plot()
     cases = args.cases or [Case(1024, 128)]
@@ -190,7 +190,7 @@ def _temperature(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
-def _check_folder(path: Path) -> None:
+def _check_file(path: Path) -> None:
     """Raise CpmrtError, before anything is measured, if the file cannot be written afterwards."""
     if not path.parent.is_dir() or path.is_dir():
         raise CpmrtError(f"{path} cannot be written", expected="a file in a folder that exists")
