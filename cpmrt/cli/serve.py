@@ -41,7 +41,7 @@ _COUNT = option_values.integer(0, 2**20 - 1, "a number of sequences")
 def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model_source(parser, positional=True)
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
+    add("--host", type=_name, default="127.0.0.1", metavar="ADDR", help="where to listen (default: %(default)s)")
     add("--port", type=_PORT, default=8000, metavar="N", help="0: a free one (default: %(default)s)")
     add(
         "--api-key", action="append", default=[], metavar="KEY",

@@ -102,7 +102,7 @@ class ChatTemplate:
         calls. Without `control_tokens` nothing is marked.
         """
         variables: dict[str, object] = {"documents": None, **self._special_tokens}
-        variables |= {name: plain(value, name) for name, value in kwargs.items()}
+        variables |= {name: plain(value, f"template_kwargs.{name}") for name, value in kwargs.items()}
         variables |= {
             "messages": checked_messages(messages, self._sources),
             "tools": checked_tools(tools),
