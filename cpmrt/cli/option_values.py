@@ -6,12 +6,13 @@ import argparse
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from cpmrt.config import SparseSetting
 from cpmrt.config.engine import KEEP_ANSWERS, parse_bytes
 from cpmrt.errors import ConfigError, reason_of
+
+_MAX_FILE_CHARS = 10_000_000
 
 
 def memory_size(text: str) -> int:
@@ -89,11 +90,15 @@ def prefix_cache(text: str) -> bool | str:
 
 
 def text_of_file(name: str) -> str:
-    """Return the text of the file that an option names."""
+    """Return the text of the file that an option names, without the mark that some editors begin UTF-8 with."""
     try:
-        return Path(name).read_text(encoding="utf-8")
+        with open(name, encoding="utf-8-sig") as file:
+            text = file.read(_MAX_FILE_CHARS + 1)
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{name[:200]!r} cannot be read: {reason_of(error)}") from None
+    if len(text) > _MAX_FILE_CHARS:
+        raise argparse.ArgumentTypeError(f"{name[:200]!r} is too large: expected at most {_MAX_FILE_CHARS} characters")
+    return text
 
 
 def draft_vocab(text: str) -> int | str:

@@ -129,7 +129,7 @@ def test_json_is_one_object(generate, checkpoint, capsys):
 
 def test_an_answer_takes_the_form_that_options_give(tmp_path, capsys):
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
-    schema.write_text('{"enum": ["größer", 3]}', encoding="utf-8")
+    schema.write_text('{"enum": ["größer", 3]}', encoding="utf-8-sig")
     grammar.write_text('start: "a" | "b"', encoding="utf-8")
     options = [
         ("--json-schema", str(schema), ('"größer"', "3")), ("--regex", "[xy]{2}", ("xx", "xy", "yx", "yy")),

@@ -107,6 +107,7 @@ MISTAKES = [
     Mistake("deep overrides", [*GP, "--hf-overrides", "[" * 100_000], "JSON", 2),
     Mistake("a path of no letters", ["convert", "M", ""], "argument TARGET: expected a path, got ''", 2),
     Mistake("a file of no letters", ["bench", "M", "--json", ""], "argument --json: expected a path, got ''", 2),
+    Mistake("an endless schema", [*GP, "--json-schema", "/dev/zero"], "'/dev/zero' is too large: expected at most", 2),
     Mistake("a host of no letters", ["serve", "--host", ""], "argument --host: expected a name, got ''", 2),
     Mistake("prompts for no log", ["serve", "-q", "--log-prompts"], "--log-prompts writes lines of the log", 2),
     Mistake("ids that are none", [*G, "--prompt-ids", "1,a"], "expected token ids such as 1,15,27", 2),
