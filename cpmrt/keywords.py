@@ -14,11 +14,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C")
 
-_ELSEWHERE = {
+ELSEWHERE = {
     "best_of": "n",
     "ctx_size": "max_context",
     "device": "executor",
     "draft_model": "draft",
+    "enable_prefix_caching": "prefix_cache",
     "eos_token_id": "stop_token_ids",
     "gpu_memory_utilization": "memory_budget",
     "max_length": "max_new_tokens",
@@ -28,11 +29,13 @@ _ELSEWHERE = {
     "max_tokens": "max_new_tokens",
     "n_ctx": "max_context",
     "n_predict": "max_new_tokens",
+    "num_ctx": "max_context",
+    "repeat_penalty": "repetition_penalty",
     "sampling_params": "params",
     "speculative_model": "draft",
     "torch_dtype": "dtype",
 }
-"""Names of arguments in other programs -> the names of the same arguments here."""
+"""Names of arguments in other programs -> the names of the same arguments here, on the command line with dashes."""
 
 
 def checks_keywords(hints: Mapping[str, str] | None = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -63,7 +66,7 @@ def checks_fields(cls: type[C]) -> type[C]:
 
 
 def _unknown(function: str, name: str, known: Set[str], hints: Mapping[str, str]) -> ArgumentError:
-    what, meant = f"{function}: there is no argument {quoted(name)}", _ELSEWHERE.get(name)
+    what, meant = f"{function}: there is no argument {quoted(name)}", ELSEWHERE.get(name)
     if hint := hints.get(name) or hints.get(meant or ""):
         return ArgumentError(what, fix=hint)
     near = [meant] if meant in known else get_close_matches(name, sorted(known), 1, 0.5)

@@ -34,11 +34,19 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-            meant = "".join(nearest(option, self._option_string_actions) for option in options)
+            meant = "".join(map(self._meant, options))
             if not options and getattr(parsed, "prompt", None) is not None:
                 meant = f"; quote the prompt: {shlex.quote(' '.join([parsed.prompt, *unknown]))}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
         return parsed
+
+    def _meant(self, option: str) -> str:
+        """Return a hint that names the option which is meant by an unknown one; "" if there is none like it."""
+        from cpmrt.keywords import ELSEWHERE  # which only this error needs
+
+        here = "--" + ELSEWHERE.get(option[2:].replace("-", "_"), "").replace("_", "-")
+        known = self._option_string_actions
+        return f" (did you mean {here}?)" if here in known else nearest(option, known)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own method hides the error when --help or --version cannot be written.
