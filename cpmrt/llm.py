@@ -106,7 +106,7 @@ class LLM:
         speculate: str | Mapping[str, Any] = "auto",
         on_step: StepListener | None = None,
     ):
-        budget = parse_bytes(memory_budget) if isinstance(memory_budget, str) else memory_budget
+        budget = parse_bytes(memory_budget) if isinstance(memory_budget, str | float) else memory_budget
         settings = EngineConfig(
             executor, dtype, max_context, budget, load_format, seed, prefill_chunk, max_sequences,
             cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,

@@ -17,16 +17,17 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """Return the number of bytes in 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary).
 
     Raises ConfigError.
     """
     written = text if isinstance(text, str) else quoted(text)
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", written)
-    if isinstance(text, bool) or not match or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+    size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match and not isinstance(text, bool) else 0
+    if size < 1:
         raise ConfigError("memory size", expected="a size such as 8GiB or 512MiB", actual=quoted(text))
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return size
 
 
 @dataclass(frozen=True)
