@@ -13,6 +13,7 @@ from cpmrt.errors import ConfigError, reason_of
 from cpmrt.text.chat_template import ADDITIONAL, additional_templates
 from cpmrt.weights.checkpoint import INDEX_NAME
 from cpmrt.weights.files import open_file, reading
+from cpmrt.weights.gguf.file import has_gguf_suffix
 
 _COMPANIONS = ("*.json", "*.jinja", "*.jinja2", "*.model", "*.txt", "*.py", "LICENSE*")
 """Files that are copied beside the weights: tokenizer, chat template, remote code."""
@@ -27,6 +28,11 @@ def check_new(out: Path, kind: str) -> None:
     """
     if os.path.lexists(out):  # also a link to nothing, which no folder can replace at the end
         raise ConfigError(f"{out} exists already", fix=f"name a new {kind}, or delete it")
+    if kind == "folder" and has_gguf_suffix(out.name):
+        raise ConfigError(
+            f"{out}", expected="the name of a folder", actual="that of a GGUF file",
+            fix="cpmrt convert MODEL FILE.gguf makes such a file",
+        )  # fmt: skip
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a folder", fix="make it first")
 

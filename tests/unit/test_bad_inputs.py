@@ -120,6 +120,7 @@ BAD_INPUTS = [
     Bad("groups that do not divide", "quantize @odd @out --method rtn", ("mlp.down_proj", "group")),
     Bad("head that is the embedding", "quantize @tied @out --method rtn --lm-head", ("leave --lm-head out",)),
     Bad("folder that exists", "quantize @model @empty --method rtn", ("exists already",)),
+    Bad("folder named as a file", "quantize @model @out.gguf --method rtn", ("that of a GGUF file", "cpmrt convert")),
     Bad("folder in no folder", "quantize @model @no/where --method rtn", ("not a folder",)),
     Bad("folder within a file", "quantize @model @text.txt/out --method rtn", ("not a folder",)),
     # Arguments of `convert`
