@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cached_property
 from threading import BoundedSemaphore, Lock, Thread
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpmrt.config.form import JSON_STYLE, Form, as_terminal
 from cpmrt.errors import RequestError, quoted
@@ -24,6 +24,8 @@ from cpmrt.text import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+T = TypeVar("T")
 
 MAX_COMPILE_S = 5.0
 """The longest time that a request waits for its turn, and again for its grammar. `_LIMITS` bound the work itself."""
@@ -90,7 +92,7 @@ class Grammars:
             vocabulary = self._vocabulary
         found = self._known(form)
         if found is None:
-            found = self._kept(form, self._compile_first(form))
+            found = self._compile_first(form)
         if isinstance(found, RequestError):
             raise RequestError(found.what, expected=found.expected, actual=found.actual)
         return found, vocabulary
@@ -141,14 +143,24 @@ class Grammars:
         return compiled
 
     def _compile_first(self, form: Form) -> CompiledForm | RequestError:
-        """Compile a form; return the error of an invalid one. Raises RequestError if it takes longer than the limit."""
+        """Compile a form, or find it compiled by a thread that had its turn before; return the error of an invalid one.
+
+        Raises RequestError if it takes longer than the limit. What is compiled after that is kept for further requests.
+        """
         if not self._compiling.acquire(timeout=MAX_COMPILE_S):
             raise RequestError("other grammars are being compiled", fix="ask again later")
-        begun = perf_counter()
+        found = self._known(form)
+        if found is not None:
+            self._compiling.release()
+            return found
         try:
-            found = self._in_a_thread(form, daemon=True).result(MAX_COMPILE_S)
+            return self._in_a_thread(lambda: self._kept(form, self._first(form)), daemon=True).result(MAX_COMPILE_S)
         except TimeoutError:
             raise _refused(form, f"one that was not compiled within {MAX_COMPILE_S:g} s") from None
+
+    def _first(self, form: Form) -> CompiledForm | RequestError:
+        begun = perf_counter()
+        found = self._compile(form)
         if isinstance(found, RequestError):
             return found
         most = self._num_threads if perf_counter() - begun < _QUICK_S else 1
@@ -159,21 +171,21 @@ class Grammars:
         if not self._compiling.acquire(blocking=False):
             return None
         try:
-            return self._in_a_thread(form, daemon=False)
+            return self._in_a_thread(lambda: self._compile(form), daemon=False)
         except RuntimeError:  # the system gives no more threads; one compiled form is enough
             return None
 
-    def _in_a_thread(self, form: Form, *, daemon: bool) -> Future[LLMatcher | RequestError]:
+    def _in_a_thread(self, compiled: Callable[[], T], *, daemon: bool) -> Future[T]:
         """Compile in a thread of its own. It cannot be stopped, and may go on when nobody waits for it any more.
 
         The caller has acquired `_compiling`, and the thread releases it. A process that ends while a `daemon` thread is
         within llguidance may crash.
         """
-        future: Future[LLMatcher | RequestError] = Future()
+        future: Future[T] = Future()
 
         def work() -> None:
             try:
-                future.set_result(self._compile(form))
+                future.set_result(compiled())
             except BaseException as error:
                 future.set_exception(error)
             finally:

@@ -5,7 +5,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from threading import Event
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Literal
 
 import jsonschema
@@ -378,6 +378,46 @@ def test_compiling_ends_at_its_limit(llm, monkeypatch):
         with pytest.raises(RequestError, match=problem):
             own.matcher(SamplingParams(regex=f"a{number}").form, grammars.Thought())
     released.set()
+
+
+def test_many_threads_that_ask_for_one_form_at_a_time_wait_for_few_compilations(llm, monkeypatch):
+    """All get it within the limit, though only two can compile at a time, and it takes a good part of the limit."""
+    own, compiled = grammars.Grammars(llm.tokenizer, llm.tokenizer.eos_token_ids), []
+    compile_form = grammars.Grammars._compile
+
+    def slow(self, form):
+        compiled.append(form)
+        sleep(0.2)
+        return compile_form(self, form)
+
+    own.prepare()
+    monkeypatch.setattr(grammars.Grammars, "_compile", slow)
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 1.0)
+    form = SamplingParams(regex="many").form
+    with ThreadPoolExecutor(16) as pool:
+        for asked in [pool.submit(own.matcher, form) for _ in range(16)]:
+            asked.result()
+    assert len(compiled) <= 2
+
+
+def test_a_form_that_took_too_long_is_there_when_it_is_asked_for_again(llm, monkeypatch):
+    own, released = grammars.Grammars(llm.tokenizer, llm.tokenizer.eos_token_ids), Event()
+    compile_form = grammars.Grammars._compile
+
+    def slow(self, form):
+        released.wait(10)
+        return compile_form(self, form)
+
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.05)
+    monkeypatch.setattr(grammars.Grammars, "_compile", slow)
+    form = SamplingParams(regex="late").form
+    with pytest.raises(RequestError, match="was not compiled within"):
+        own.matcher(form)
+    released.set()
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 2.0)
+    turns = [own._compiling.acquire(timeout=10) for _ in range(2)]  # until the thread that compiles has ended
+    assert all(turns)
+    own.matcher(form)
 
 
 def test_a_thread_that_cannot_begin_keeps_no_other_form_from_being_compiled(llm, monkeypatch):

@@ -270,9 +270,8 @@ def test_two_threads_take_in_a_compiled_form_once():
 
 
 def test_a_form_that_waits_for_its_turn_is_quick_all_the_same(tokenizer, monkeypatch):
-    own, compiled = grammars_of(tokenizer, 3), Future()
-    compiled.set_result(Copied())
-    monkeypatch.setattr(own, "_in_a_thread", lambda form, daemon: compiled)
+    own = grammars_of(tokenizer, 3)
+    monkeypatch.setattr(own, "_compile", lambda form: Copied())
     turns = [own._compiling.acquire(blocking=False) for _ in range(2)]
     Timer(2 * grammars._QUICK_S, own._compiling.release).start()
     assert all(turns) and own._compile_first(FORMS[0])._most == 3
