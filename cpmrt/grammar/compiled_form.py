@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -48,7 +48,7 @@ class CompiledForm:
     def __init__(self, first: LLMatcher, most: int, compile_beside: CompileBeside):
         self._origins, self._most, self._compile_beside = [Origin(first)], most, compile_beside
         self._coming: Future[LLMatcher | RequestError] | None = None
-        self._lock = Lock()
+        self._lock = RLock()  # a signal handler may ask for an origin inside `origin`
 
     def origin(self) -> Origin:
         """Return the origin for one more answer."""

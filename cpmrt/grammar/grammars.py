@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import replace
 from functools import cached_property
-from threading import BoundedSemaphore, Lock, Thread
+from threading import BoundedSemaphore, RLock, Thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,7 +63,8 @@ class Grammars:
         self._tokenizer, self._end_ids = tokenizer, sorted(set(end_ids))
         self._num_threads = default_num_threads() if num_threads is None else num_threads
         self._compiled: OrderedDict[Form, CompiledForm | RequestError] = OrderedDict()
-        self._lock, self._vocabulary_lock = Lock(), Lock()
+        # A signal handler may ask for a form inside either: hence locks that their own thread may take again.
+        self._lock, self._vocabulary_lock = RLock(), RLock()
         self._compiling = BoundedSemaphore(_MAX_COMPILING)
 
     def matcher(self, form: Form, thought: Thought = NO_THOUGHT) -> Callable[[], AnswerMatcher]:

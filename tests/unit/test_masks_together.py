@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 from concurrent.futures import Future
 from random import Random
 from threading import Thread, Timer
@@ -275,6 +276,34 @@ def test_a_form_that_waits_for_its_turn_is_quick_all_the_same(tokenizer, monkeyp
     turns = [own._compiling.acquire(blocking=False) for _ in range(2)]
     Timer(2 * grammars._QUICK_S, own._compiling.release).start()
     assert all(turns) and own._compile_first(FORMS[0])._most == 3
+
+
+def test_a_signal_handler_may_ask_for_a_form_while_the_thread_that_it_interrupts_does(tokenizer, monkeypatch):
+    own, user, library = grammars_of(tokenizer, 3), User(), grammars._llguidance
+    form = CompiledForm(Copied(), 3, lambda: signal.raise_signal(signal.SIGUSR1))
+    asked = [form.origin, lambda: own.matcher(FORMS[0])]
+
+    def interrupted():
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGUSR1)
+        return library()
+
+    def give_up(number, frame):
+        raise TimeoutError("the handler waits for the thread that it has interrupted")
+
+    handlers = ((signal.SIGUSR1, lambda *_: asked and asked.pop()()), (signal.SIGALRM, give_up))
+    before = [(number, signal.signal(number, handler)) for number, handler in handlers]
+    signal.setitimer(signal.ITIMER_REAL, 20)
+    try:
+        monkeypatch.setattr(grammars, "_llguidance", interrupted)
+        own.matcher(FORMS[1])
+        form.origin().copy_for(user)
+        form.origin()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before:
+            signal.signal(number, handler)
+    assert not asked
 
 
 def test_a_form_stays_alone_where_no_thread_can_begin(tokenizer, monkeypatch):
