@@ -55,3 +55,9 @@ def longest_token(content: Mapping[str, Any]) -> int:
     texts: Iterable[str] = vocab if isinstance(vocab, Mapping) else (text for text, _ in vocab)
     added = [token["content"] for token in content.get("added_tokens") or ()]
     return max((len(text.encode("utf-8", "replace")) for text in (*texts, *added)), default=1)
+
+
+def largest_id(content: Mapping[str, Any]) -> int:
+    """Return the largest id in the vocabulary of a tokenizer.json, -1 without any. Added tokens do not count."""
+    vocab: Mapping[str, int] | list[tuple[str, float]] = content["model"]["vocab"]
+    return max(vocab.values(), default=-1) if isinstance(vocab, Mapping) else len(vocab) - 1

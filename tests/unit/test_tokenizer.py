@@ -148,6 +148,27 @@ def test_a_token_without_a_row_is_refused_only_when_needed(tmp_path):
         tokenizer.encode("a<|im_end|>")
 
 
+def test_a_token_without_a_row_is_found_wherever_its_id_comes_from(tmp_path):
+    """Neither the count of the tokens nor one file alone tells the largest id."""
+    content = tokenizer_json()
+    content["model"]["vocab"]["c"] = 999
+    rows = len(VOCAB) + 2
+    tokenizer = Tokenizer.open(write(tmp_path, content, added_tokens={"<x>": len(VOCAB) + 1}), vocab_size=rows)
+    assert tokenizer.vocab_size == rows
+    with pytest.raises(RequestError, match="'c'.*got 999"):
+        tokenizer.encode("ac")
+    few = Tokenizer.open(write(tmp_path, tokenizer_json(), added_tokens={"<x>": len(VOCAB)}), vocab_size=len(VOCAB))
+    with pytest.raises(RequestError, match="'<x>'"):
+        few.encode("a<x>")
+
+
+def test_a_prompt_is_not_searched_for_tokens_without_a_row_where_all_have_one(tmp_path, monkeypatch):
+    """The search would keep every other thread waiting."""
+    tokenizer = Tokenizer.open(write(tmp_path), vocab_size=len(VOCAB))
+    monkeypatch.setattr("cpmrt.text.tokenizer.max", None, raising=False)
+    assert tokenizer.encode("ab") == [1, 4, 5]
+
+
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb", None, b"bytes", ["a"], 3])
 def test_malformed_text(tmp_path, text):
     with pytest.raises(RequestError, match="text to encode"):
