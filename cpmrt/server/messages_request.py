@@ -12,9 +12,8 @@ from typing import Any
 from cpmrt.server.errors import ApiError, invalid, unsupported
 from cpmrt.server.json_body import Fields, shown
 from cpmrt.server.schema import Wanted, check_model, given_tools, read_wanted
-from cpmrt.server.unused_fields import REFUSED_IN_MESSAGES, check_unused
+from cpmrt.server.unused_fields import LEAVE_OUT, REFUSED_IN_MESSAGES, check_unused
 
-_UNSUPPORTED = ("output_format", "mcp_servers", "container", "context_management")
 _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "between_tools": None}
 """The types of `thinking` -> whether the model thinks first; None: the template decides."""
 TOOL_NAMES = {r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema"}
@@ -43,12 +42,10 @@ def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversati
     """Read the parts that make the prompt, for the model that is served under these names."""
     fields = Fields(body)
     check_model(fields, models)
-    for name in _UNSUPPORTED:
-        if fields.raw(name) is not None:
-            raise unsupported(name, "leave it out")
+    check_unused(fields, REFUSED_IN_MESSAGES)
     output = fields.object("output_config")
     if output is not None and output.raw("format") is not None:
-        raise unsupported("output_config.format", "leave it out")
+        raise unsupported("output_config.format", LEAVE_OUT)
     turns = fields.array("messages")
     if not turns:
         raise invalid("messages", "expected an array of at least one message")
@@ -72,7 +69,6 @@ def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversati
 def read_settings(body: dict[str, Any]) -> Wanted:
     """Read sampling, length and stream."""
     fields = Fields(body)
-    check_unused(fields, REFUSED_IN_MESSAGES)
     max_tokens = fields.integer("max_tokens")
     if max_tokens is None:
         raise invalid("max_tokens", "expected a number of tokens")

@@ -29,6 +29,7 @@ HARMLESS = {
 """Fields that change no answer, and their JSON types: who asks, what is kept, how soon and how fast; and a wish about
 its length that models are free not to follow."""
 
+LEAVE_OUT = "leave it out"
 _USE_LOGIT_BIAS = "use logit_bias, or a prompt that says what is wanted"
 _USE_SAMPLING = "sample with temperature, top_p, top_k and min_p"
 _USE_MAX_TOKENS = "use max_tokens"
@@ -165,6 +166,10 @@ REFUSED_IN_MESSAGES: dict[str, Refused] = {
     "allow_special_tokens": ((False,), USE_CHATS),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tool_choice"),
+    "output_format": ((), LEAVE_OUT),
+    "mcp_servers": (([],), LEAVE_OUT),
+    "container": ((), LEAVE_OUT),
+    "context_management": ((), LEAVE_OUT),
 }
 
 REFUSED_IN_INFILL: dict[str, Refused] = {

@@ -133,10 +133,12 @@ def test_what_only_responses_refuse(says, fields):
     {"reasoning_effort": "none"}, {"enable_thinking": False}, {"reasoning": {"effort": "none"}},
     {"chat_template_kwargs": {"enable_thinking": False}}, {"instructions": "Be brief."},
     {"parallel_tool_calls": False}, {"allow_special_tokens": True}, {"functions": [{}]}, {"function_call": "auto"},
+    {"output_format": {}}, {"mcp_servers": [{}]}, {"container": "x"}, {"context_management": {}},
 ], ids=json.dumps)  # fmt: skip
-def test_what_only_messages_refuse(says, fields):
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_what_only_messages_refuse(says, path, fields):
     body = {"messages": [{"role": "user", "content": "say(ok)yas"}], "max_tokens": 9}
-    error = says.client.post("/v1/messages", json=body | fields).json()["error"]
+    error = says.client.post(path, json=body | fields).json()["error"]
     (name,) = fields
     assert error["message"].startswith(f"{name} is not supported: ")
 
@@ -146,6 +148,7 @@ def test_what_only_messages_refuse(says, fields):
     ("/v1/messages", {
         "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "logprobs": False, "top_logprobs": 0,
         "parallel_tool_calls": True, "allow_special_tokens": False, "stop": [], "instructions": "",
+        "mcp_servers": [],
     }),
 ])  # fmt: skip
 def test_fields_of_other_endpoints_that_ask_for_nothing_are_accepted(says, path, body):
