@@ -54,9 +54,11 @@ def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversati
         messages += _turn(turn, f"messages[{index}]")
     begun = ""
     if messages[-1]["role"] == "assistant" and len(messages) > 1:
-        last = messages.pop()
+        last, where = messages.pop(), f"messages[{len(turns) - 1}]"
         if "tool_calls" in last:
-            raise invalid(f"messages[{len(turns) - 1}]", "expected the results of its tool calls to follow")
+            raise invalid(where, "expected the results of its tool calls to follow")
+        if last.get("reasoning_content"):
+            raise invalid(where, "expected text alone, which the answer continues; write the thought as text too")
         begun = last["content"]
     tools, choice = _tools(fields), fields.object("tool_choice") or Fields({"type": "auto"}, "tool_choice")
     called = _called(choice, tools)

@@ -158,6 +158,9 @@ def test_tokens_are_counted(client):
     ({"messages": [{"role": "user", "content": 5}]}, "BadRequestError", "invalid_request_error"),
     ({"messages": [*ASK, {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]},
      "BadRequestError", "invalid_request_error"),
+    ({"messages": [*ASK, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "It"},
+    ]}]}, "BadRequestError", "invalid_request_error"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "BadRequestError", "invalid_request_error"),
     ({"tools": [{"name": "f"}]}, "BadRequestError", "invalid_request_error"),
     ({"tools": TOOLS}, "BadRequestError", "invalid_request_error"),
