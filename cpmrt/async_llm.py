@@ -28,7 +28,7 @@ from cpmrt.sharing.text_stream import not_copied
 
 T = TypeVar("T")
 _MAKERS = 32
-"""The most threads that prepare prompts; with a `prefix_dir` each of them may have to wait for a slot."""
+"""The most threads that prepare prompts; with a `prefix_dir` each of them may have to wait for steps of the engine."""
 _LLM_HINTS = {name: f"pass it to the LLM: AsyncLLM(LLM({name}=...))" for name in signature(LLM).parameters}
 
 
@@ -59,7 +59,7 @@ class AsyncLLM:
     def llm(self) -> LLM:
         """The LLM itself, for everything that needs no waiting: its plan, config and tokenizer, and `chat_prompt`.
 
-        With a `prefix_dir` `chat_prompt` may wait for a slot: call it in a thread then.
+        With a `prefix_dir` `chat_prompt` may wait for steps of the engine: call it in a thread then.
         """
         return self._llm
 

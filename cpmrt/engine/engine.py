@@ -81,6 +81,11 @@ class Engine:
         """True if no sequence waits or runs and no step is in flight."""
         return not (self._waiting or self.running or self._in_flight)
 
+    @property
+    def has_free_slot(self) -> bool:
+        """True if a sequence, or a loan, that is queued now need not wait until another one ends."""
+        return len(self.slots.free) > len(self._waiting)
+
     def add(self, request: Request) -> Sequence:
         """Queue a request. Raises as `sequence` does, before any work."""
         seq = self.sequence(request)

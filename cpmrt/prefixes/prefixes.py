@@ -27,7 +27,7 @@ from cpmrt.prefixes.folder import PrefixFolder
 from cpmrt.prefixes.identity import fingerprint
 from cpmrt.prefixes.prefix_file import PrefixFile, PrefixWriter, Shapes
 from cpmrt.prefixes.system_part import Message, TokensOf, system_part
-from cpmrt.sharing.jobs import Reading
+from cpmrt.sharing.jobs import NoSlotError, Reading
 from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -74,7 +74,7 @@ class Prefixes:
         """
         return self._save(_as_path(path), token_ids)
 
-    def _save(self, path: Path, token_ids: tuple[int, ...], *, reuses_known: bool = False) -> int:
+    def _save(self, path: Path, token_ids: tuple[int, ...], *, for_folder: bool = False) -> int:
         self._check_reuse()
         kept = token_ids[: len(token_ids) // PAGE_SIZE * PAGE_SIZE]
         if not kept:
@@ -83,7 +83,8 @@ class Prefixes:
         self._check_length(len(kept))
         try:
             with PrefixWriter(path, self._fingerprint, kept, self._shapes) as writer:
-                transfer.save(self._engine, self._run, writer, kept, reuses_known=reuses_known)
+                run = self._run_now if for_folder else self._run
+                transfer.save(self._engine, run, writer, kept, reuses_known=for_folder)
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             raise PrefixError(f"{path} cannot be written: {reason_of(error)}", fix=_WRITE_ELSEWHERE) from error
         return len(kept)
@@ -105,9 +106,11 @@ class Prefixes:
     def prepare(self, token_ids: Sequence[int], messages: Sequence[Message], tokens_of: TokensOf) -> None:
         """Make the pages of a chat's system part known, where that is long; see `system_part` for the arguments.
 
-        They are read from the folder, or written to it when the same system part is met for the second time. A failure
-        only warns: the prompt is computed as it would be without a folder. Called in a listener, inside a step of the
-        engine, this does nothing: the job that it would wait for could not run. Raises ClosedError.
+        They are read from the folder, or written to it when the same system part is met for the second time. Where no
+        slot is free the folder is left alone: waiting for one would hold up the prompt, and whatever else its thread
+        has to do, for as long as other answers take. A failure only warns: the prompt is computed as it would be
+        without a folder. Called in a listener, inside a step of the engine, this does nothing: the job that it would
+        wait for could not run. Raises ClosedError.
         """
         if self._folder is None or len(token_ids) < MIN_TOKENS or self._shared.is_driven_here:
             return
@@ -120,6 +123,8 @@ class Prefixes:
                         self._fetch(self._folder, part)
         except ClosedError:
             raise
+        except NoSlotError:
+            return
         except (CpmrtError, OSError, ValueError) as error:
             what = "the prefix folder cannot be used, so prompts are computed whole"
             if not isinstance(error, CpmrtError):
@@ -128,6 +133,11 @@ class Prefixes:
 
     def _run(self, job: Reading) -> None:
         self._shared.run([job])
+
+    def _run_now(self, job: Reading) -> None:
+        """Run a job if a slot is free for it. Raises NoSlotError if none is."""
+        job.waits = False
+        self._run(job)
 
     def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
         return token_ids in self._stored and self._engine.slots.num_known(token_ids) == len(token_ids)
@@ -138,7 +148,7 @@ class Prefixes:
         if folder.use(path) and self._loaded(path, token_ids):
             self._stored.add(token_ids)
         elif folder.was_met(path):
-            self._save(path, token_ids, reuses_known=True)
+            self._save(path, token_ids, for_folder=True)
             self._stored.add(token_ids)
             folder.trim(keep=path)
 
@@ -149,7 +159,7 @@ class Prefixes:
             try:
                 if file.token_ids != token_ids:
                     raise PrefixError(f"{path} has other tokens than its name says")
-                transfer.load(self._engine, self._run, file)
+                transfer.load(self._engine, self._run_now, file)
             finally:
                 file.close()
         except (PrefixError, CheckpointError) as error:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from cpmrt.engine import GenerationStats, Request
 from cpmrt.engine import Sequence as EngineSequence
 from cpmrt.engine.loan import Loan
+from cpmrt.errors import CpmrtError
 from cpmrt.generation import AnswerText, Completion, Piece
 from cpmrt.tool_use.calls import Schemas
 from cpmrt.tool_use.finder import calls_in
@@ -90,17 +91,23 @@ def completion_of(choices: Sequence[Generation]) -> Completion:
     return replace(first, others=tuple(others))
 
 
+class NoSlotError(CpmrtError):
+    """Every slot is taken, and the job was not to wait for one."""
+
+
 @dataclass(eq=False)
 class Reading:
     """Work on the executor in a slot of its own, as for the logits of a prompt of `num_tokens`.
 
     `work(slot, block_table)` yields where other jobs may have a step, and its return value becomes `result`. Pages that
-    are known to hold the beginning of `prompt_ids` are shared (`Loan`).
+    are known to hold the beginning of `prompt_ids` are shared (`Loan`). Unless it `waits` for a slot, it ends with
+    NoSlotError where none is free.
     """
 
     num_tokens: int
     work: Callable[[int, tuple[int, ...]], Generator[None, None, Any]]
     prompt_ids: tuple[int, ...] = ()
+    waits: bool = True
     result: Any = None
     receiver: Receiver = field(init=False, repr=False)
     loan: Loan | None = None

@@ -31,6 +31,7 @@ from cpmrt.sharing.jobs import (
     Item,
     Job,
     Message,
+    NoSlotError,
     Reading,
     Receiver,
 )
@@ -287,6 +288,8 @@ class SharedEngine:
             elif isinstance(job, Generation):
                 self._generations[job.sequence] = job
                 self.engine.queue(job.sequence)
+            elif not (job.waits or self.engine.has_free_slot):
+                self._run_end(job, NoSlotError("every slot is taken"))
             else:
                 job.loan = self.engine.borrow(job.num_tokens, job.prompt_ids)
                 self._readings[job.loan] = job

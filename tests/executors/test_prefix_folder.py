@@ -152,7 +152,7 @@ def test_what_interrupts_a_thread_that_fetches_does_not_wait_for_it(
         llm.chat_prompt(conversation())
         stream = llm.stream("abc", SamplingParams(max_new_tokens=100, ignore_eos=True))
         next(stream)
-        run = llm._prefixes._run
+        run = llm._prefixes._run_now
 
         def waiting(job: Any) -> None:
             fetching.append(True)
@@ -160,12 +160,24 @@ def test_what_interrupts_a_thread_that_fetches_does_not_wait_for_it(
                 interrupt()
             run(job)
 
-        llm._prefixes._run = waiting
+        llm._prefixes._run_now = waiting
         thread = Thread(target=llm.chat_prompt, args=(conversation(),), daemon=True)
         thread.start()
         thread.join(60)
         assert not thread.is_alive() and prompts == [expected]
         assert len(files(tmp_path)) == num_files, "nobody waits for a file within a step"
+
+
+def test_a_prompt_does_not_wait_for_a_slot(model: Path, tmp_path: Path) -> None:
+    """Else a server whose slots are taken could prepare no further request, not even one that needs no slot."""
+    with LLM(model, executor="reference", prefix_dir=tmp_path) as llm:
+        expected = llm.chat_prompt(conversation())
+        with llm.stream("abc", SamplingParams(max_new_tokens=100, ignore_eos=True)) as stream:
+            next(stream)
+            assert llm.chat_prompt(conversation()) == expected and not files(tmp_path)
+            assert llm.engine.running, "the answer is not over"
+        assert llm.chat_prompt(conversation()) == expected and len(files(tmp_path)) == 1
+        assert llm.load_prefix(files(tmp_path)[0]) == KEPT
 
 
 def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path: Path) -> None:
