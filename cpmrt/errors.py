@@ -71,8 +71,16 @@ class ClosedError(CpmrtError):
     """The model was closed before the answer was complete, or belongs to another process."""
 
 
+SHORTEN_PROMPT = "shorten the prompt or raise max_context"
+
+
 class ContextLengthError(RequestError):
     """Prompt plus new tokens do not fit the context."""
+
+    @classmethod
+    def of(cls, what: str, most: int, actual: object, *, fix: str = SHORTEN_PROMPT) -> ContextLengthError:
+        """Return the error for `what` (a prompt, a request), which takes `actual` tokens of a context of `most`."""
+        return cls(f"{what} does not fit the context", expected=f"at most {most} tokens", actual=actual, fix=fix)
 
 
 class MemoryPlanError(CpmrtError):

@@ -109,13 +109,10 @@ def _report(
 
 def _check_cases(cases: Sequence[Case], max_context: int) -> None:
     for case in cases:
-        if case.prompt_tokens + case.new_tokens > max_context:
-            raise ContextLengthError(
-                f"case {case} does not fit the context",
-                expected=f"at most {max_context} tokens",
-                actual=case.prompt_tokens + case.new_tokens,
-                fix="shorten the case, or raise --max-context where model and memory allow it",
-            )
+        num_tokens = case.prompt_tokens + case.new_tokens
+        if num_tokens > max_context:
+            fix = "shorten the case, or raise --max-context where model and memory allow it"
+            raise ContextLengthError.of(f"case {case}", max_context, num_tokens, fix=fix)
 
 
 def seconds_to_first_token(llm_arguments: Mapping[str, Any]) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cpmrt.engine.guide import Guide, Matcher
 from cpmrt.engine.late_form import LateForm
 from cpmrt.engine.sequence import Request
-from cpmrt.errors import ContextLengthError, RequestError
+from cpmrt.errors import SHORTEN_PROMPT, ContextLengthError, RequestError
 from cpmrt.executor import MAX_CERTAIN, ExecutorLimits
 
 
@@ -15,12 +15,7 @@ def check_prompt(token_ids: Sequence[int], max_context: int) -> None:
     """Raise RequestError for a prompt without tokens, ContextLengthError for one that alone exceeds the context."""
     _check_some(token_ids)
     if len(token_ids) > max_context:
-        raise ContextLengthError(
-            "the prompt does not fit the context",
-            expected=f"at most {max_context} tokens",
-            actual=len(token_ids),
-            fix="shorten the prompt or raise max_context",
-        )
+        raise ContextLengthError.of("the prompt", max_context, len(token_ids))
 
 
 def check_request(request: Request, limits: ExecutorLimits) -> None:
@@ -30,13 +25,8 @@ def check_request(request: Request, limits: ExecutorLimits) -> None:
     _check_some(request.prompt_ids)
     if prompt + new > limit:
         room = limit - prompt
-        fix = f"ask for at most {room} new tokens" if room > 0 else "shorten the prompt or raise max_context"
-        raise ContextLengthError(
-            "the request does not fit the context",
-            expected=f"at most {limit} tokens",
-            actual=f"{prompt} prompt + {new} new",
-            fix=fix,
-        )
+        fix = f"ask for at most {room} new tokens" if room > 0 else SHORTEN_PROMPT
+        raise ContextLengthError.of("the request", limit, f"{prompt} prompt + {new} new", fix=fix)
     if len(request.sampling.logit_bias) > limits.max_logit_bias:
         raise RequestError(
             "SamplingParams.logit_bias is more than this executor takes",

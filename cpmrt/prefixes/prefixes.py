@@ -178,10 +178,9 @@ class Prefixes:
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self._engine.limits.max_context:
-            raise ContextLengthError(
-                "the prefix does not fit the context", expected=f"at most {self._engine.limits.max_context} tokens",
-                actual=num_tokens, fix="raise max_context",
-            )  # fmt: skip
+            raise ContextLengthError.of(
+                "the prefix", self._engine.limits.max_context, num_tokens, fix="raise max_context"
+            )
 
 
 def _as_path(path: object) -> Path:

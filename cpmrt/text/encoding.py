@@ -6,9 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cpmrt.errors import ContextLengthError
-
-_FIX = "shorten the prompt or raise max_context"
+from cpmrt.errors import SHORTEN_PROMPT, ContextLengthError
 
 
 def encode_freely(library: Any, text: str) -> Any:
@@ -32,18 +30,13 @@ class PromptLimit:
             raise ContextLengthError(
                 f"the prompt has {num_bytes} bytes",
                 expected=f"at most {self.longest_token} for each of the {self.num_tokens} tokens of the context",
-                fix=_FIX,
+                fix=SHORTEN_PROMPT,
             )
 
     def check_tokens(self, count: int) -> None:
         """Raise ContextLengthError if there are too many tokens."""
         if count > self.num_tokens:
-            raise ContextLengthError(
-                "the prompt does not fit the context",
-                expected=f"at most {self.num_tokens} tokens",
-                actual=count,
-                fix=_FIX,
-            )
+            raise ContextLengthError.of("the prompt", self.num_tokens, count)
 
 
 def longest_token(content: Mapping[str, Any]) -> int:
