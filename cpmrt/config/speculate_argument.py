@@ -10,6 +10,7 @@ from cpmrt.config.fields import Fields
 from cpmrt.config.speculation import (
     CHAIN_METHODS,
     DEFAULT_SHAPES,
+    MAX_PASSES,
     InnerDraft,
     SpeculationConfig,
     TreeShape,
@@ -124,7 +125,9 @@ def _one_shape(fields: Fields, method: str) -> TreeShape:
     default = DEFAULT_SHAPES[method][0]
     size = fields.integer("tree_size", None)
     if method in CHAIN_METHODS:
-        length = fields.integer("num_passes", default.num_passes if size is None else size - 1)
+        length = fields.integer("num_passes", None)
+        if length is None:
+            length = fields.integer("tree_size", default.num_passes + 1, 2, MAX_PASSES + 1) - 1
         return TreeShape(length, fields.integer("top_k", 1), length + 1 if size is None else size)
     passes, top_k = fields.integer("num_passes", default.num_passes), fields.integer("top_k", default.top_k)
     # The tree is smaller than the default one where there are not enough candidates for that.

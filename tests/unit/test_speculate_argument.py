@@ -181,6 +181,8 @@ def test_what_concerns_the_draft_itself(vocab):
     ("d", {"lookup": True}, "lookup"),
     ("lookup", {"window": 5}, "window means nothing to method lookup"),
     ("lookup", {"top_k": 2}, "lookup drafts chains"),
+    ("lookup", {"tree_size": 34}, r"speculate: tree_size: expected an integer in \[2, 33\], got 34"),
+    ("lookup", {"tree_size": 1}, r"speculate: tree_size: .* got 1"),
 ])  # fmt: skip
 def test_wishes_that_cannot_be(draft, speculate, message):
     with pytest.raises(ConfigError, match=message):
