@@ -5,7 +5,6 @@ Every function raises ApiError 400 or RequestError naming the field.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from cpmrt.server.answer_form import read_form
 from cpmrt.server.errors import ApiError, invalid, naming, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown, whole_numbers
 from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, check_unused
+from cpmrt.text.messages import arguments_in
 
 MAX_PROMPTS = 128
 MAX_STOP = 1024
@@ -255,11 +255,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"{where}[{index}]", "expected an object with a function, which has name and arguments")
         arguments = function.get("arguments")
-        arguments = "{}" if arguments in (None, "") else arguments
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            arguments = None
+        if isinstance(arguments, str) or arguments is None:
+            arguments = arguments_in(arguments or "{}")
         if not isinstance(arguments, dict):
             raise invalid(f"{where}[{index}].function.arguments", "expected a JSON object in a string")
         checked.append({**call, "function": {**function, "arguments": arguments}})

@@ -131,17 +131,21 @@ def _checked_message(message: object, where: str) -> dict[str, object]:
     return checked
 
 
+def arguments_in(text: str) -> dict[str, object] | None:
+    """Return the arguments of a tool call, which the OpenAI API has as JSON in a string; None if it holds no object."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
 def _with_object(call: dict[str, object], where: str) -> dict[str, object]:
     """Return a tool call with its arguments parsed; unchanged if they are not a string that holds a JSON object."""
     function = call.get("function")
     text = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(text, str):
-        return call
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
+    arguments = arguments_in(text) if isinstance(text, str) else None
+    if not isinstance(function, dict) or arguments is None:
         return call
     return {**call, "function": {**function, "arguments": plain(arguments, f"{where}.function.arguments")}}
 
