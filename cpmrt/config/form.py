@@ -59,10 +59,14 @@ def form_of(
     name, text = given[0]
     if not isinstance(text, str) or not text:
         raise RequestError(f"SamplingParams.{name}", expected="a text that is not empty", actual=quoted(text))
+    _check_size(name, text)
+    return Form(name, text, trigger or "")
+
+
+def _check_size(name: FormKind, text: str) -> None:
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_FORM_BYTES:
         raise RequestError(f"SamplingParams.{name}", expected=f"at most {MAX_FORM_BYTES} bytes", actual=size)
-    return Form(name, text, trigger or "")
 
 
 def as_terminal(text: str) -> str:
@@ -76,6 +80,7 @@ def schema_text(schema: object) -> str:
     Raises RequestError.
     """
     if isinstance(schema, str):
+        _check_size("json_schema", schema)  # parsing holds up every other thread
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:

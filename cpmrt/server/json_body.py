@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import json.scanner
 from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from cpmrt.server.errors import ApiError, invalid, unavailable
+from cpmrt.yielding_json import LONG, Decoders
 
 MAX_DEPTH = 64
-LONG_BYTES = 64 * 1024
+LONG_BYTES = LONG
 """The size from which on a body is long: work on it must leave other requests their turn."""
 BODY_TIMEOUT_S = 30.0
 
@@ -73,9 +73,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises ApiError 400: not UTF-8, not JSON, NaN, a number too long or beyond all floats, too deep, no object.
     """
-    decoder = _DECODER if len(body) < LONG_BYTES else _YIELDING_DECODER
     try:
-        value = decoder.decode(body.decode("utf-8"))
+        value = _DECODERS.decode(body.decode("utf-8"))
         _check_depth(value)
     except UnicodeDecodeError as error:
         raise _malformed(f"it is not UTF-8 (byte {error.start})") from None
@@ -99,24 +98,7 @@ def _finite_float(text: str) -> float:
     return number
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of these pairs, taken off their list one by one: in one go other threads would wait long."""
-    pairs.reverse()
-    values: dict[str, Any] = {}
-    while pairs:
-        name, values[name] = pairs.pop()
-    return values
-
-
-def _yielding_decoder() -> json.JSONDecoder:
-    """Return a decoder that lets other threads run between values: the usual one holds the interpreter to the end."""
-    decoder = json.JSONDecoder(**_NUMBERS, object_pairs_hook=_object_of)
-    decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
-    return decoder
-
-
-_NUMBERS: dict[str, Any] = {"parse_constant": _refuse_constant, "parse_float": _finite_float}
-_DECODER, _YIELDING_DECODER = json.JSONDecoder(**_NUMBERS), _yielding_decoder()
+_DECODERS = Decoders(parse_constant=_refuse_constant, parse_float=_finite_float)
 
 
 def _check_depth(value: object) -> None:

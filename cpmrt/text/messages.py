@@ -12,7 +12,9 @@ from typing import Any
 from cpmrt.errors import RequestError, quoted
 from cpmrt.text.markers import ANSWER_MARKERS
 from cpmrt.text.marks import Marks
+from cpmrt.yielding_json import Decoders
 
+_DECODERS = Decoders()
 _MAX_DEPTH = 64
 SYSTEM_ROLES = ("system", "developer")
 """The roles that speak for the operator: their messages are trusted, and other chats may begin with them too."""
@@ -134,7 +136,7 @@ def _checked_message(message: object, where: str) -> dict[str, object]:
 def arguments_in(text: str) -> dict[str, object] | None:
     """Return the arguments of a tool call, which the OpenAI API has as JSON in a string; None if it holds no object."""
     try:
-        arguments = json.loads(text)
+        arguments = _DECODERS.decode(text)
     except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None

@@ -100,6 +100,13 @@ def chat(text="hi", **fields):
     return CHAT, {"messages": [{"role": "user", "content": text}], **fields}
 
 
+def chat_after_call(argument):
+    """Return a chat whose model has called a function with this argument, written as JSON."""
+    call = {"function": {"name": "f", "arguments": f'{{"a": {argument}}}'}}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": "hi"}]
+    return CHAT, {"messages": messages, "max_tokens": 1}
+
+
 def completion(prompt, **fields):
     return COMPLETIONS, {"prompt": prompt, **fields}
 
@@ -125,6 +132,8 @@ LARGEST = {
     "a tool call": (200, chat("call!", tools=[TOOL])),
     "a tool call, streamed": (200, chat("call!", tools=[TOOL], stream=True)),
     "as many biases as a request may have": (400, chat(logit_bias=dict.fromkeys(map(str, range(MAX_LOGIT_BIAS)), 1))),
+    "the arguments of a call": (400, chat_after_call("[" + "[], " * 240_000 + "[]]")),
+    "a schema in a string": (400, chat(guided_json='{"enum": [' + "[], " * 240_000 + "[]]}")),
     "logit_bias": (400, chat(logit_bias={str(index): 1 for index in range(60_000)})),
     "template variables": (400, chat(chat_template_kwargs={f"v{index}": [index] for index in range(40_000)})),
     "a long template variable": (200, chat(chat_template_kwargs={"v": [{"a": 1}] * 60_000}, max_tokens=1)),

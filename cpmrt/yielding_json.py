@@ -1,0 +1,32 @@
+"""Reads long JSON while other threads can run: the decoder of the json module holds the interpreter to the end."""
+
+from __future__ import annotations
+
+import json
+import json.scanner
+from typing import Any
+
+LONG = 64 * 1024
+"""The length of a text from which on other threads would wait too long for the usual decoder."""
+
+
+class Decoders:
+    """A decoder for short texts, which is fast, and one for long texts; `options` are those of `json.JSONDecoder`."""
+
+    def __init__(self, **options: Any):
+        self._short = json.JSONDecoder(**options)
+        self._long = json.JSONDecoder(**options, object_pairs_hook=_object_of)
+        self._long.scan_once = json.scanner.py_make_scanner(self._long)  # type: ignore[attr-defined]
+
+    def decode(self, text: str) -> Any:
+        """Return the value of a text. Raises ValueError, RecursionError."""
+        return (self._short if len(text) < LONG else self._long).decode(text)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of these pairs, taken off their list one by one: in one go other threads would wait long."""
+    pairs.reverse()
+    values: dict[str, Any] = {}
+    while pairs:
+        name, values[name] = pairs.pop()
+    return values
