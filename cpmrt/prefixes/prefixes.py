@@ -49,7 +49,7 @@ class Prefixes:
         name = settings.prefix_dir
         self._folder = None if name is None else PrefixFolder(Path(os.path.expanduser(name)))
         self._stored = set[tuple[int, ...]]()
-        """System parts whose files in the folder this process has loaded or written."""
+        """System parts that this process has read from the folder or written to it, if their pages are still known."""
         self._lock = RLock()
         """Held by the one thread that fetches; a signal handler in that thread may ask for another system part."""
 
@@ -140,16 +140,23 @@ class Prefixes:
         self._run(job)
 
     def _is_ready(self, token_ids: tuple[int, ...]) -> bool:
-        return token_ids in self._stored and self._engine.slots.num_known(token_ids) == len(token_ids)
+        return token_ids in self._stored and self._is_known(token_ids)
+
+    def _is_known(self, token_ids: tuple[int, ...]) -> bool:
+        return self._engine.slots.num_known(token_ids) == len(token_ids)
+
+    def _note_stored(self, token_ids: tuple[int, ...]) -> None:
+        """Remember a system part, and forget those whose pages were dropped: they are read again when they are met."""
+        self._stored = {part for part in self._stored if self._is_known(part)} | {token_ids}
 
     def _fetch(self, folder: PrefixFolder, token_ids: tuple[int, ...]) -> None:
         """Load the pages of these tokens, or write them if they were met before."""
         path = folder.path_of(self._fingerprint, token_ids)
         if folder.use(path) and self._loaded(path, token_ids):
-            self._stored.add(token_ids)
+            self._note_stored(token_ids)
         elif folder.was_met(path):
             self._save(path, token_ids, for_folder=True)
-            self._stored.add(token_ids)
+            self._note_stored(token_ids)
             folder.trim(keep=path)
 
     def _loaded(self, path: Path, token_ids: tuple[int, ...]) -> bool:

@@ -180,6 +180,15 @@ def test_a_prompt_does_not_wait_for_a_slot(model: Path, tmp_path: Path) -> None:
         assert llm.load_prefix(files(tmp_path)[0]) == KEPT
 
 
+def test_what_a_process_remembers_does_not_pile_up(model: Path, tmp_path: Path) -> None:
+    """Only system parts whose pages are in the cache are of use to it."""
+    with LLM(model, executor="reference", prefix_dir=tmp_path, max_context=1024) as llm:
+        for number in range(4):
+            for _ in range(2):
+                llm.chat_prompt(conversation(system=f"{number}. {SYSTEM}"))
+        assert len(files(tmp_path)) == 4 and len(llm._prefixes._stored) == 1
+
+
 def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path: Path) -> None:
     folder = PrefixFolder(tmp_path, max_bytes=2500)
     paths = [folder.path_of("f" * 64, (number,)) for number in range(4)]
