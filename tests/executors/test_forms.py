@@ -387,12 +387,12 @@ def test_many_threads_that_ask_for_one_form_at_a_time_wait_for_few_compilations(
 
     def slow(self, form):
         compiled.append(form)
-        sleep(0.2)
+        sleep(0.5)
         return compile_form(self, form)
 
     own.prepare()
     monkeypatch.setattr(grammars.Grammars, "_compile", slow)
-    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 1.0)
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 3.0)
     form = SamplingParams(regex="many").form
     with ThreadPoolExecutor(16) as pool:
         for asked in [pool.submit(own.matcher, form) for _ in range(16)]:
