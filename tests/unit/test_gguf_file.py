@@ -129,6 +129,15 @@ def test_a_file_that_was_never_split_is_its_only_part(good):
         assert len(model.parts) == 1 and len(model.entries) == 5
 
 
+@pytest.mark.parametrize("end", ["00001-of-00000", "00000-of-00000", "00000-of-00002", "00003-of-00002"])
+def test_a_name_that_numbers_no_part_is_that_of_a_whole_model(tmp_path, end):
+    files.split(tmp_path)
+    path = tmp_path / f"model-{end}.gguf"
+    files.good().write(path)
+    with GgufModel.open(path) as model:
+        assert [part.path for part in model.parts] == [path] and len(model.entries) == 5
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

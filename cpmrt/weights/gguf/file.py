@@ -18,7 +18,7 @@ from cpmrt.weights.mapped_file import MappedFile, TensorEntry, map_file, unmap
 from cpmrt.weights.safetensors import FLOATS
 
 GGUF_SUFFIX = ".gguf"
-_SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
+_SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
 
 
 def has_gguf_suffix(name: str) -> bool:
@@ -74,7 +74,7 @@ def split_paths(path: Path) -> list[Path]:
     """Return all files of the model that `path` is a part of, in order; only `path` if its name is not that of a part.
     """
     match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None:
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [path]
     stem, _, count, suffix = match.groups()
     return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
