@@ -29,9 +29,11 @@ from cpmrt.weights.quantised_specs import quantisation_facts
 Listener = Callable[[CaseReport], None]
 _STARTUP_LIMIT_S = 600
 _STARTUP = """
-import json, sys, time
+import sys
+sys.path = [sys.argv[1], *filter(None, sys.path)]  # the package is found, installed or not, and no file of the caller's
+import json, time
 from cpmrt import LLM, SamplingParams
-with LLM(**json.loads(sys.argv[1])) as llm:
+with LLM(**json.loads(sys.argv[2])) as llm:
     llm.generate((1, 2, 3), SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
     print(time.time())
 """
@@ -120,16 +122,10 @@ def seconds_to_first_token(llm_arguments: Mapping[str, Any]) -> float:
 
     Raises CpmrtError with what the process said if it fails.
     """
-    arguments = dict(llm_arguments)
-    if arguments.get("model") is not None and Path(arguments["model"]).exists():
-        arguments["model"] = str(Path(arguments["model"]).resolve())
-    command, started = [sys.executable, "-c", _STARTUP, json.dumps(arguments)], time()
+    package = str(Path(cpmrt.__file__).parent.parent)
+    command, started = [sys.executable, "-c", _STARTUP, package, json.dumps(dict(llm_arguments))], time()
     try:
-        # In the folder that holds the package: Python finds it there, installed or not.
-        folder = Path(cpmrt.__file__).parent.parent
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_STARTUP_LIMIT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_STARTUP_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise CpmrtError("a fresh process gave no token", actual=f"nothing in {_STARTUP_LIMIT_S} s") from None
     if done.returncode:

@@ -29,6 +29,7 @@ from cpmrt.config import ModelConfig, WeightQuantization
 from cpmrt.errors import ConfigError, CpmrtError
 from cpmrt.executor import Admit, ExecutorLimits
 from cpmrt.models.decoder import cache_layout, tensor_specs
+from cpmrt.weights.hub import BUNDLED
 
 LINEAR = ("qkv", "output", "gate_up", "down")
 QUICK = ("--executor", "reference", "--repeats", "1", "--max-context", "64")
@@ -134,6 +135,13 @@ def test_start_up_is_timed_in_a_fresh_process(checkpoint, capsys, monkeypatch):
     assert main(["bench", checkpoint, *QUICK, "--case", "8:2", "--startup"]) == 0
     seconds = re.search(r"a fresh process gives its first token after ([\d.]+) s", capsys.readouterr().out)
     assert seconds and 0.05 < float(seconds[1]) < 60
+
+
+def test_a_fresh_process_finds_drafts_by_their_relative_paths(tmp_path, monkeypatch):
+    (tmp_path / "own-draft").symlink_to(BUNDLED / "eagle2")
+    (tmp_path / "json.py").write_text("raise ImportError('a file of the caller')")
+    monkeypatch.chdir(tmp_path)
+    assert seconds_to_first_token({"model": "demo", "draft": "own-draft", "executor": "reference"}) > 0.05
 
 
 def test_a_fresh_process_that_fails_says_why(tmp_path):
