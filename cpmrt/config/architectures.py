@@ -34,6 +34,7 @@ class Architecture:
     """Whether `mixer_types` names the kind of each layer's mixer (`config.hybrid`)."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    """The token that ends a text where neither config.json nor generation_config.json names one."""
 
 
 ARCHITECTURES = {

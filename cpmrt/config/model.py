@@ -136,7 +136,7 @@ class ModelConfig:
         source: str = "config.json",
         quantize_config: Mapping[str, Any] | None = None,
     ) -> ModelConfig:
-        """Return the config in a config.json's object; that of a generation_config.json has further end-of-text ids.
+        """Return the config in a config.json's object; a generation_config.json's object adds end-of-text ids.
 
         Of a model that also sees or hears only the language model is read (`text_part`).
 
@@ -151,10 +151,10 @@ class ModelConfig:
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         layers, vocab = fields.integer("num_hidden_layers", high=10_000), fields.integer("vocab_size")
         max_positions = fields.integer("max_position_embeddings", row.max_position_embeddings)
-        extra_eos = Fields(generation_config or {}, source.replace("config.json", "generation_config.json"))
-        eos = fields.token_ids("eos_token_id", vocab)
+        beside = Fields(generation_config or {}, source.replace("config.json", "generation_config.json"))
+        eos = {*fields.token_ids("eos_token_id", vocab), *beside.token_ids("eos_token_id", vocab)}
         if not eos and row.eos_token_id is not None:
-            eos = (row.eos_token_id,)
+            eos = {row.eos_token_id}
         bos = fields.token_ids("bos_token_id", vocab)[:1] or (row.bos_token_id,)
         mixer, rotated = (_latent if row.latent_attention else _grouped)(fields, row, hidden, heads)
         mixers = read_mixers(fields, mixer, layers) if row.lists_mixers else (mixer,) * layers
@@ -170,7 +170,7 @@ class ModelConfig:
             tie_word_embeddings=fields.boolean("tie_word_embeddings", row.tie_word_embeddings),
             dtype=_dtype(fields),
             bos_token_id=bos[0],
-            eos_token_ids=tuple(sorted({*eos, *extra_eos.token_ids("eos_token_id", vocab)})),
+            eos_token_ids=tuple(sorted(eos)),
             quantization=read_quantization(config, source, quantize_config),
             **_mup_scales(fields, row, hidden, layers),
         )

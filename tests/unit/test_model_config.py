@@ -128,6 +128,14 @@ def test_end_tokens_of_config_and_generation_config_are_joined():
     assert config.eos_token_ids == (2, 7, 9)
 
 
+@pytest.mark.parametrize(("own", "beside", "expected"), [
+    ({}, {}, (2,)), ({"eos_token_id": None}, None, (2,)), ({}, {"eos_token_id": [9, 11]}, (9, 11)),
+])  # fmt: skip
+def test_the_class_default_ends_a_text_only_where_no_file_names_an_end_token(own, beside, expected):
+    silent = {key: value for key, value in LLAMA.items() if key != "eos_token_id"}
+    assert ModelConfig.from_hf(silent | own, beside).eos_token_ids == expected
+
+
 def test_position_limits():
     assert read(rope_scaling={"type": "linear", "factor": 2.0}).max_positions == 4096
     dynamic = read(rope_scaling={"type": "dynamic", "factor": 2.0})
