@@ -30,6 +30,8 @@ from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError, qu
 _LAYERS = {"eagle2": ("eagle_layers.{}", "layers.{}"), "eagle3": ("midlayer", "layers.{}")}
 _OF_VLLM = "EagleMiniCPMForCausalLM"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
+_MUP_DENOMINATOR = 32.0
+"""The default of `mup_denominator` in MiniCPM's configuration class, whatever the number of layers is."""
 
 
 def read_eagle(
@@ -129,8 +131,7 @@ def _residual_scale(fields: Fields, target: ModelConfig, wish: SpeculationConfig
             depth = target.residual_scale * sqrt(target.num_layers)
         return float(depth / sqrt(target.num_layers + 1)) if target.residual_scale != 1.0 else 1.0
     if depth is not None:
-        layers = fields.number("mup_denominator", None) or fields.integer("num_hidden_layers", 1)
-        return float(depth / sqrt(layers))
+        return float(depth / sqrt(fields.number("mup_denominator", _MUP_DENOMINATOR)))
     if target.residual_scale != 1.0 and wish.method == "eagle2":
         raise ConfigError(
             f"{fields.source}: scale_depth",

@@ -107,7 +107,8 @@ def test_eagle2_has_the_divisor_and_the_embedding_scale_of_the_target():
     ("settings", "wish", "expected"),
     [
         ({}, "draft", 1.4 / sqrt(32)),
-        ({"mup_denominator": None, "num_hidden_layers": 2}, "draft", 1.4 / sqrt(2)),
+        ({"mup_denominator": 24}, "draft", 1.4 / sqrt(24)),
+        ({"mup_denominator": None, "num_hidden_layers": 2}, "draft", 1.4 / sqrt(32)),
         ({}, "cpmcu", 1.4 / sqrt(3 + 1)),
         ({"scale_depth": None}, "cpmcu", 1.4 / sqrt(3 + 1)),
     ],
