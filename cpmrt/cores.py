@@ -1,10 +1,43 @@
-"""The number of processor cores that this process may use."""
+"""The number of processor cores that this process may use, and work that threads on them do ahead of its use."""
 
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+_MOST_THREADS = 8
+"""The most threads that `computed_ahead` starts."""
 
 
 def usable_cores() -> int:
     """Return the number of cores, which may be fewer than the machine has: containers and `taskset` say so."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Yield the result of each job, in their order, while a few threads compute the next ones.
+
+    At most two jobs a thread are under way. A job may be computed twice where the system starts no more threads.
+    """
+    threads, pending = min(_MOST_THREADS, usable_cores()), deque[Future[T]]()
+    with ThreadPoolExecutor(threads, thread_name_prefix="cpmrt-ahead") as pool:
+        for job in jobs:
+            pending.append(_begun(pool, job))
+            if len(pending) > 2 * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _begun(pool: ThreadPoolExecutor, job: Callable[[], T]) -> Future[T]:
+    """Have a thread compute, or compute here if the system starts none: its stack counts against a memory limit."""
+    try:
+        return pool.submit(job)
+    except RuntimeError:
+        done = Future[T]()
+        done.set_result(job())
+        return done

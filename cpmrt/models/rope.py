@@ -6,9 +6,7 @@ LongRoPE (arXiv 2402.13753); Llama 3.1's frequency bands; with the defaults of t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from math import ceil, floor, log, pi, sqrt
 
@@ -16,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpmrt.config import ModelConfig, RopeConfig
-from cpmrt.cores import usable_cores
+from cpmrt.cores import computed_ahead
 from cpmrt.dtypes import F32
 
 F64 = NDArray[np.float64]
 PIECE = 1024
-"""Positions that are computed at a time: their float64 angles take half a MiB for heads of 128."""
-_MOST_THREADS = 8
-"""Pieces that are computed at once. One thread needs 0.25 s for 128K positions of such heads."""
+"""Positions that are computed at a time: their float64 angles take half a MiB for heads of 128. One thread needs 0.25 s
+for 128K positions of such heads."""
 
 
 def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> F32:
@@ -37,27 +34,12 @@ def rope_table(config: ModelConfig, head_dim: int, num_positions: int, limit: in
 
 def rope_pieces(config: ModelConfig, head_dim: int, num_positions: int, limit: int) -> Iterator[F32]:
     """Yield the values of `rope_table` in the order of memory: float32 [at most PIECE, head_dim / 2] at a time."""
-    pending, threads = deque[Future[F32]](), min(_MOST_THREADS, usable_cores())
-    with ThreadPoolExecutor(threads) as pool:
-        for function in (np.cos, np.sin):
-            for positions, inv_freq, attention_factor in _stretches(config, head_dim, num_positions, limit):
-                for start in range(positions.start, positions.stop, PIECE):
-                    some = range(start, min(start + PIECE, positions.stop))
-                    pending.append(_begin(pool, partial(_piece, function, some, inv_freq, attention_factor)))
-                    if len(pending) > threads:
-                        yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def _begin(pool: ThreadPoolExecutor, compute: Callable[[], F32]) -> Future[F32]:
-    """Have a thread compute, or compute here if the system starts none: its stack counts against a memory limit."""
-    try:
-        return pool.submit(compute)
-    except RuntimeError:
-        done = Future[F32]()
-        done.set_result(compute())
-        return done
+    yield from computed_ahead(
+        partial(_piece, function, range(start, min(start + PIECE, positions.stop)), inv_freq, attention_factor)
+        for function in (np.cos, np.sin)
+        for positions, inv_freq, attention_factor in _stretches(config, head_dim, num_positions, limit)
+        for start in range(positions.start, positions.stop, PIECE)
+    )
 
 
 def _piece(function: Callable[[F64], F64], positions: range, inv_freq: F64, attention_factor: float) -> F32:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
-from cpmrt.cores import usable_cores
+from cpmrt.cores import computed_ahead
 from cpmrt.dtypes import Array, DType, from_float32
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.tensor_spec import Source, TensorSpec
@@ -17,7 +16,6 @@ from cpmrt.weights.formats.blocks import BLOCK_TYPES, U8, BlockType
 
 _BLOCK = 1 << 18
 """Elements that are unpacked at a time: few enough for their temporaries to stay in the cache."""
-_MAX_THREADS = 8
 
 
 def block_type(source: Source) -> BlockType:
@@ -51,15 +49,7 @@ def unpacked_rows(source: Source, checkpoint: Checkpoint, dtype: DType) -> Itera
         rows = slice(begin, begin + step)
         return from_float32(kind.values(stored[rows] if order is None else stored[order[rows]]), dtype)
 
-    threads = min(_MAX_THREADS, usable_cores())
-    with ThreadPoolExecutor(threads, thread_name_prefix="cpmrt-unpack") as pool:
-        pending = deque[Future[Array]]()
-        for begin in range(0, source.shape[0], step):
-            pending.append(pool.submit(unpack, begin))
-            if len(pending) > 2 * threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+    yield from computed_ahead(partial(unpack, begin) for begin in range(0, source.shape[0], step))
 
 
 def check_scales(source: Source, checkpoint: Checkpoint) -> None:
