@@ -47,6 +47,8 @@ from sparse_evaluation.tables import ALWAYS_SPARSE, OFFICIAL, SETTINGS, Setting,
 
 from cpmrt import LLM  # noqa: E402
 from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
+from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES  # noqa: E402
+from cpmrt.weights.model_files import read_file  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
 PARTS = ("needles", "text", "mass", "asked", "unions")
@@ -81,7 +83,7 @@ class SparseEvaluation:
         self.config = folder.config
         if self.config.bos_token_id is None or not self.config.eos_token_ids:
             raise ConfigError(options.model, expected="a model with BOS and EOS tokens", actual="none")
-        tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+        tokenizer = Tokenizer.from_buffer(read_file(folder.path / "tokenizer.json", MAX_TOKENIZER_BYTES))
         self.text = held_out_text(tokenizer, self.config.bos_token_id, self.config.eos_token_ids[0])
         self.lengths = options.lengths or [length for length in LENGTHS if length <= self.config.max_positions]
         self.statements = Statements.of(tokenizer)

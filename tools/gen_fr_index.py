@@ -27,7 +27,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from cpmrt.errors import CheckpointError, ConfigError, CpmrtError  # noqa: E402
 from cpmrt.quantization.calibration import SUFFIXES  # noqa: E402
 from cpmrt.text import Tokenizer  # noqa: E402
+from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES  # noqa: E402
 from cpmrt.weights.files import open_file  # noqa: E402
+from cpmrt.weights.model_files import read_file  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
 
 _PIECE_BYTES, _PIECES_AT_A_TIME = 1 << 16, 64
@@ -111,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
             ranked(np.zeros(vocab_size, np.int64), size, always)  # refuse a wrong size before the work
         options.out.mkdir(parents=True, exist_ok=True)
         texts = (text for path in text_files(options.text) for text in pieces(path))
-        library = tokenizers.Tokenizer.from_file(str(folder.path / "tokenizer.json"))
+        library = tokenizers.Tokenizer.from_buffer(read_file(folder.path / "tokenizer.json", MAX_TOKENIZER_BYTES))
         counts = count_tokens(texts, library, vocab_size)
         if not counts.any():
             raise ConfigError("the text has no tokens", fix="give more of it")

@@ -15,7 +15,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 import gen_fr_index
 from gen_fr_index import main, pieces
 
+from cpmrt.quantization.gguf_conversion import to_gguf
 from cpmrt.text import Tokenizer
+from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.token_index import read_token_index
 
 SPECIAL = {0, 1, 2}
@@ -51,6 +53,16 @@ def test_the_most_frequent_come_first_and_the_special_tokens_last(checkpoint, tm
         assert read_token_index(out / f"freq_{size}.json", 259) == tuple(ids)
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 3 and "100.00% of " in shown[2]
+
+
+def test_a_gguf_file_has_the_same_list_as_the_folder_it_was_made_of(checkpoint, tmp_path):
+    path = tmp_path / "model.gguf"
+    to_gguf(ModelFolder.open(checkpoint), path, "bf16")
+    (tmp_path / "a.txt").write_text(TEXT)
+    for model in (checkpoint, path):
+        assert main([str(model), str(tmp_path / "a.txt"), "--sizes", "40", "--out", str(tmp_path / model.stem)]) == 0
+    first, second = ((tmp_path / model.stem / "freq_40.json").read_text() for model in (checkpoint, path))
+    assert first == second
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 64])
