@@ -24,7 +24,7 @@ from quantization.quality import HeldOut, Outcome, held_out_windows, measure, st
 
 from cpmrt import LLM  # noqa: E402
 from cpmrt.cli.main import main as cpmrt_main  # noqa: E402
-from cpmrt.errors import CpmrtError  # noqa: E402
+from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
 from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf  # noqa: E402
 from cpmrt.weights.hub import BUNDLED  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
@@ -46,6 +46,8 @@ class Variant:
     gguf: str = ""
 
 
+CALIBRATION = "calibration"
+"""The folder of texts within the work folder."""
 GPTQ = ("--method", "gptq")
 ACT_ORDER = (*GPTQ, "--act-order")
 VARIANTS = (
@@ -73,7 +75,7 @@ VARIANTS = (
 def main() -> int:
     """Runs the tool. Exit code: 0 done, 1 an error that a message explains."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("build/quality"), help="made afresh, for the checkpoints")
+    parser.add_argument("--work", type=Path, default=Path("build/quality"), help="for the checkpoints; emptied first")
     parser.add_argument("--out", type=Path, help="also write the table there")
     parser.add_argument("--tokens", type=int, default=32768, help="held-out tokens")
     parser.add_argument("--window", type=int, default=1024, help="held-out tokens in one piece")
@@ -99,9 +101,17 @@ def report(options: argparse.Namespace) -> Iterator[str]:
         yield line
 
 
+def empty(work: Path) -> None:
+    """Removes what an earlier run left in its folder. Raises ConfigError for a folder with anything else in it."""
+    if work.exists() and any(work.iterdir()) and not (work / CALIBRATION).is_dir():
+        expected = f"a folder that is empty, absent or of an earlier run (with a folder {CALIBRATION})"
+        raise ConfigError(f"--work {work}", expected=expected, actual="other files")
+    shutil.rmtree(work, ignore_errors=True)
+
+
 def _rows(options: argparse.Namespace) -> Iterator[str]:
-    shutil.rmtree(options.work, ignore_errors=True)
-    calibration = options.work / "calibration"
+    empty(options.work)
+    calibration = options.work / CALIBRATION
     calibration.mkdir(parents=True)
     for name, text in standard_library_texts(held_out=False):
         (calibration / name.replace("/", ".")).write_text(text)
