@@ -25,8 +25,9 @@ from cpmrt.weights.mapped_file import MappedFile, TensorEntry, map_file
 
 FLOATS = {dtype.safetensors_name: dtype for dtype in DType}
 """The types in which weights that are not quantised are stored, by the format's names."""
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+MAX_HEADER_BYTES = 1 << 24
+"""The longest header that is read: that of some hundred thousand tensors. The format allows 100 MB, of which JSON that
+describes no tensors makes gigabytes of objects."""
 _LENGTH_BYTES = 8
 _MAX_DIMS = 32
 """The most dimensions that an array of NumPy 1 can have."""

@@ -8,6 +8,7 @@ import pytest
 
 from cpmrt.errors import CheckpointError, CpmrtError
 from cpmrt.weights.gguf.file import GgufFile, GgufModel
+from cpmrt.weights.gguf.header import MAX_COUNT
 
 DAMAGES = list(files.damages())
 
@@ -103,6 +104,18 @@ def test_flipped_bytes_of_the_header_do_no_harm(tmp_path):
         except CpmrtError as error:
             assert str(path) in str(error)
     assert opened > 20, "changes that do no harm are among them"
+
+
+def test_more_keys_than_any_model_has_are_refused_unread(tmp_path):
+    content, path = files.Content(), tmp_path / "many.gguf"
+    for count in (MAX_COUNT, MAX_COUNT + 1):
+        content.keys = [(f"key.{number}", files.value(files.U8, 1)) for number in range(count)]
+        content.write(path)
+        if count == MAX_COUNT:
+            with GgufFile.open(path) as file:
+                assert len(file.metadata) == count
+    with pytest.raises(CheckpointError, match="the number of keys: expected at most 65536, got 65537"):
+        GgufFile.open(path)
 
 
 def test_a_file_that_is_not_there_and_a_folder(tmp_path):

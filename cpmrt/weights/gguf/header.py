@@ -28,7 +28,9 @@ Value = int | float | bool | str | list[str] | Array
 """The value of a key: one number or text, a list of texts, or an array of numbers."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The longest header that is read, the same as of safetensors; the largest vocabularies take a tenth of it."""
+"""The longest header that is read; the largest vocabularies take a tenth of it."""
+MAX_COUNT = 1 << 16
+"""The most keys, and the most tensors, of a file: each becomes objects in Python. Models have at most thousands."""
 MAX_NAME_BYTES = 64
 """The longest name of a tensor, by the format."""
 MAX_KEY_BYTES = 65535
@@ -94,12 +96,15 @@ class _Reader:
         """Return the next number, little-endian, of the type that `struct` calls `kind`."""
         return struct.unpack("<" + kind, self.take(struct.calcsize("<" + kind), what))[0]
 
-    def count(self, smallest: int, what: str) -> int:
-        """Return the next number, a count of things that take at least `smallest` bytes each."""
+    def count(self, smallest: int, what: str, limit: int | None = None) -> int:
+        """Return the next number, a count of things that take at least `smallest` bytes each, at most `limit` of them.
+        """
         count: int = self.number("Q", what)
         most = (self.end - self.place) // smallest
         if count > most:
             raise self.fail(what, expected=f"at most {most} in so large a file", actual=count, fix=DOWNLOAD_AGAIN)
+        if limit is not None and count > limit:
+            raise self.fail(what, expected=f"at most {limit}", actual=count)
         return count
 
     def string(self, what: str, low: int = 0, high: int = MAX_HEADER_BYTES) -> str:
@@ -138,8 +143,8 @@ def read_header(data: memoryview, path: Path) -> Header:
     """
     reader = _Reader(data, path)
     version = _version(reader)
-    num_tensors = reader.count(24, "the number of tensors")
-    num_keys = reader.count(13, "the number of keys")
+    num_tensors = reader.count(24, "the number of tensors", MAX_COUNT)
+    num_keys = reader.count(13, "the number of keys", MAX_COUNT)
     metadata: dict[str, Value] = {}
     for index in range(num_keys):
         key = reader.string(f"key {index}", 1, MAX_KEY_BYTES)
