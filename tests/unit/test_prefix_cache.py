@@ -279,6 +279,32 @@ def test_pages_that_are_dropped_take_their_snapshot_with_them():
         assert seq.num_cached == expected
 
 
+def test_the_snapshot_of_a_dropped_page_is_used_again_before_that_of_another():
+    cache = PrefixCache(num_pages=6, page_size=SIZE, num_snapshots=2)
+    texts = range(5), range(10, 15)
+    held = [cache.acquire(text, 5) for text in texts]
+    for one, text in zip(held, texts, strict=True):
+        cache.keep(one, text, 5)
+    for one in reversed(held):
+        cache.release(one)
+    cache.release(cache.acquire(range(20, 25), 5 * SIZE))  # takes the page of 10.. and a snapshot
+    assert [cache.acquire(text, 5).num_cached for text in texts] == [4, 0]
+
+
+def test_the_state_within_an_answer_takes_one_snapshot_however_long_the_answer_is():
+    cache = PrefixCache(num_pages=8, page_size=SIZE, num_snapshots=2)
+    held = cache.acquire((1, 2), 5 * SIZE)
+    assert len({cache.snapshot_within_answer(held, border) for border in (4, 8, 12)}) == 1
+    cache.release(held)
+    assert len(cache.acquire(range(5), 5).borders) == len(cache.acquire(range(10, 15), 5).borders) == 1
+
+
+def test_a_sequence_that_ends_before_its_border_gives_the_snapshot_back():
+    cache = PrefixCache(num_pages=4, page_size=SIZE, num_snapshots=1)
+    cache.release(cache.acquire(range(5), 5))
+    assert cache.acquire(range(10, 15), 5).borders == {4: 0}
+
+
 def test_without_the_cache_every_prompt_is_computed():
     engine = Engine(PagedExecutor(paged_limits(prefill_chunk=16)), prefix_cache=False)
     for _ in range(5):
