@@ -202,7 +202,7 @@ def apply(seq: Sequence, step: Step, result: SlotResult) -> SlotResult:
     seq.token_ids.extend(result.token_ids)
     if seq.repeats is not None:
         seq.repeats.extend(result.token_ids)
-    seq.num_forced = max(0, kept - len(new) + len(rest)) if rest else 0
+    seq.num_forced = max(0, kept - len(new) + len(rest))
     if guide is not None and kept == len(tokens):
         _bind(seq, guide)
     if (result.non_finite or result.mask_failure) and seq.phase is Phase.DECODE:

@@ -261,7 +261,7 @@ def test_any_json_is_read_or_refused(changes, architecture):
         assert config.attention.num_heads % config.attention.num_kv_heads == 0 and config.max_positions >= 1
 
 
-@pytest.mark.parametrize(("text", "size"), [("8GiB", 2**33), ("8 GB", 8 * 10**9), ("512m", 2**29), (4096, 4096)])
+@pytest.mark.parametrize(("text", "size"), [("8GiB", 2**33), ("8 GB", 8 * 10**9), ("512m", 2**29), (4096, 4096), ("1", 1)])
 def test_parse_bytes(text, size):
     assert parse_bytes(text) == size
 
@@ -282,10 +282,17 @@ def test_an_integer_that_cannot_be_written_out_is_described():
 @pytest.mark.parametrize("changes", [
     {"executor": "tpu"}, {"dtype": "int4"}, {"max_context": 0}, {"max_context": "4096"}, {"memory_budget": -1},
     {"load_format": "gguf"}, {"prefill_chunk": 0}, {"max_sequences": 65}, {"seed": None}, {"seed": 1.5},
+    {"steps_per_launch": 9}, {"kv_dtype": "fp4"}, {"prefix_cache": 1}, {"prefix_dir": ""}, {"cuda_graphs": 1},
+    {"prefix_dir": "a", "prefix_cache": False}, {"steps_per_launch": 2, "cuda_graphs": False},
 ])  # fmt: skip
 def test_engine_config_names_the_bad_field(changes):
     with pytest.raises(ConfigError, match=next(iter(changes))):
         EngineConfig(**changes)
+
+
+def test_what_makes_answers_faster_and_the_same_is_on_by_default():
+    engine = EngineConfig()
+    assert engine.cuda_graphs and engine.dependent_launch and engine.drafts_adaptively and engine.prefix_cache is True
 
 
 @pytest.mark.parametrize("changes", [
