@@ -14,7 +14,7 @@ from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import Sampling
-from cpmrt.engine import Engine, Request, loops
+from cpmrt.engine import Engine, Request, ThinkingBudget, loops
 from cpmrt.engine.loops import LEAST_TOKENS, MAX_PERIOD, LoopGuard
 from cpmrt.executor import ExecutorLimits
 
@@ -114,6 +114,16 @@ def test_a_stop_token_and_the_limit_come_before_the_loop():
             )
             list(engine.stream(seq))
             assert seq.finish_reason == reason
+
+
+def test_the_tokens_that_close_a_thought_interrupt_a_loop():
+    with small_loops():
+        scripted.next_token = lambda tokens, seed: 9
+        budget, text = ThinkingBudget(8, lambda token_ids: (40, 41)), [9] * 8 + [40, 41] + [9] * 40
+        engine = Engine(ScriptedExecutor(ExecutorLimits(1, 128, 16)))
+        seq = engine.add(Request((1,), Sampling(), 7, (), 50, loop_repeats=3, thinking=budget))
+        assert [token for result in engine.stream(seq) for token in result.token_ids] == text[: first_loop(text, 3)]
+        assert seq.finish_reason == "loop"
 
 
 @pytest.fixture(scope="module")
