@@ -184,6 +184,17 @@ def test_a_pause_in_the_form_changes_nothing(run_ahead, max_thinking, number):
     assert tokens_of(engine, seq) == masked_continuation([1, 2, 3], number, 1, 40)[0]
 
 
+def test_a_grammar_hears_of_the_tokens_that_close_a_thought():
+    class Free(Automaton):
+        def _following(self, tokens):
+            return list(range(END))
+
+    matcher, budget = Free(0), ThinkingBudget(5, lambda token_ids: (40, 41))
+    engine = Engine(ScriptedExecutor(limits()), prefix_cache=False)
+    seq = engine.add(Request((1, 2, 3), Sampling(), 1, (), 12, matcher=lambda: matcher, thinking=budget))
+    assert tokens_of(engine, seq) == matcher.tokens and matcher.tokens[5:7] == [40, 41]
+
+
 def test_steps_with_masks_are_logged_and_replayed(tmp_path):
     log = io.StringIO()
     engine = Engine(ScriptedExecutor(limits()), StepLog(log), prefix_cache=False)
