@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import typing
-from dataclasses import make_dataclass
+from dataclasses import field, make_dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,6 +15,7 @@ from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import Sampling, SamplingDefaults
+from cpmrt.config.form import MAX_FORM_BYTES
 from cpmrt.engine import request_seed
 from cpmrt.errors import ConfigError, RequestError, quoted
 from cpmrt.weights.model_folder import ModelFolder
@@ -215,6 +217,33 @@ def test_fields_of_a_dataclass_may_leave_out_what_is_in_them(hint, expected):
     assert schema["properties"] == {"a": expected}
 
 
+def test_fields_of_a_dataclass_are_required_unless_they_have_a_default():
+    unit = enum.Enum("Unit", {"CELSIUS": "c", "KELVIN": "k"})
+    rest = [("days", int, 3), ("tags", list[str], field(default_factory=list))]
+    schema = json.loads(SamplingParams(json_schema=make_dataclass("D", [("unit", unit), *rest])).json_schema)
+    assert schema["required"] == ["unit"] and list(schema["properties"]) == ["unit", "days", "tags"]
+    assert schema["properties"]["unit"] == {"enum": ["c", "k"]}
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "grammar", "choices"])
+def test_a_form_has_a_limit(kind):
+    around = {"json_schema": ('{"title": "', '"}'), "choices": ('["', '"]')}.get(kind, ("", ""))
+    for surplus in (0, 1):
+        inner = "a" * (MAX_FORM_BYTES - len("".join(around)) + surplus)
+        form = {kind: [inner] if kind == "choices" else inner.join(around)}
+        if surplus:
+            with pytest.raises(RequestError, match=f"SamplingParams.{kind}: expected at most 262144 bytes, got 262145"):
+                SamplingParams(**form)
+        else:
+            assert len(SamplingParams(**form).form.text) == MAX_FORM_BYTES
+
+
+@pytest.mark.parametrize("form", [{"regex": 3}, {"regex": ""}, {"grammar": b"x"}, {"grammar": ""}])
+def test_a_form_is_a_text(form):
+    with pytest.raises(RequestError, match=f"SamplingParams.{next(iter(form))}: expected a text that is not empty"):
+        SamplingParams(**form)
+
+
 class Unsaid:
     """A class whose schema cannot be made, like pydantic models that JSON cannot express."""
 
@@ -225,8 +254,8 @@ class Unsaid:
 
 @pytest.mark.parametrize("schema", [
     make_dataclass("D", [("a", "Nowhere")]), make_dataclass("D", [("a", dict[int, int])]),
-    make_dataclass("D", [("a", tuple)]), Unsaid,
-], ids=["unknown name", "numbers as keys", "tuple", "pydantic"])  # fmt: skip
+    make_dataclass("D", [("a", tuple)]), make_dataclass("D", [])(), int, Unsaid,
+], ids=["unknown name", "numbers as keys", "tuple", "no class", "no dataclass", "pydantic"])  # fmt: skip
 def test_a_type_without_a_schema_is_refused_on_one_line(schema):
     with pytest.raises(RequestError, match="SamplingParams.json_schema: expected a JSON schema") as caught:
         SamplingParams(json_schema=schema)

@@ -64,6 +64,7 @@ def test_the_default_shapes():
     ("model", {"num_passes": 6}, TreeShape.chain(6)),
     ("model", {"tree_size": 5}, TreeShape.chain(4)),
     ("model", {"num_passes": 6, "top_k": 1, "tree_size": 4}, TreeShape(6, 1, 4)),
+    ("model", {"top_k": 1}, TreeShape.chain(3)),
 ])  # fmt: skip
 def test_one_tree_is_taken_always(method, wishes, shape):
     assert read("folder", wishes, method) == SpeculationConfig(method, (shape,), is_adaptive=False)
