@@ -135,6 +135,15 @@ def test_a_plain_step_takes_the_engine_few_calls(count):
     assert len(calls) / 50 <= 40 + 10 * count, calls[: len(calls) // 50]
 
 
+def test_times_are_those_to_the_first_token_and_from_there_to_the_last():
+    seq = Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16))).add(request([1, 2], new=9))
+    assert (seq.stats.prefill_s, seq.stats.decode_s) == (0, 0)
+    seq.added_at, seq.first_token_at, seq.last_token_at = 10.0, 12.0, 15.0
+    seq.token_ids += [3, 4, 5, 6]
+    assert (seq.stats.prefill_s, seq.stats.decode_s) == (2, 3)
+    assert (seq.stats.prefill_tokens_per_s, seq.stats.decode_tokens_per_s) == (1, 1)
+
+
 def test_sequences_decode_in_one_step():
     executor = ScriptedExecutor(ExecutorLimits(3, 64, 16))
     engine = Engine(executor)

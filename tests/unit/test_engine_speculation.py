@@ -37,6 +37,16 @@ def test_mean_accept_length_leaves_the_prefill_token_out():
     assert (stats.speculative_steps, stats.speculative_tokens) == (num_steps, 19)
 
 
+def test_tokens_behind_a_stop_string_are_taken_back_from_the_counts():
+    engine = Engine(ScriptedExecutor(drafting(TreeShape.chain(5)), accuracy=1.0))
+    seq = engine.add(request([1, 2], new=40))
+    while len(seq.token_ids) < 13:  # one of the prefill, and six of each draft step
+        engine.advance()
+    engine.stop(seq, 9)
+    assert (len(seq.token_ids), seq.stats.accept_histogram) == (9, (0, 1, 0, 0, 0, 1))
+    assert seq.stats.accept_rates == (1.0,) * 5, "a step that was cut says nothing about what it might have given"
+
+
 @pytest.mark.parametrize("accuracy", [0.0, 0.5, 0.9])
 def test_counts_of_draft_steps_are_those_of_their_results(accuracy):
     shapes, results = (TreeShape.chain(4), TreeShape(1, 8, 8)), []

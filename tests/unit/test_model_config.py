@@ -261,7 +261,9 @@ def test_any_json_is_read_or_refused(changes, architecture):
         assert config.attention.num_heads % config.attention.num_kv_heads == 0 and config.max_positions >= 1
 
 
-@pytest.mark.parametrize(("text", "size"), [("8GiB", 2**33), ("8 GB", 8 * 10**9), ("512m", 2**29), (4096, 4096), ("1", 1)])
+@pytest.mark.parametrize(("text", "size"), [
+    ("8GiB", 2**33), ("8 GB", 8 * 10**9), ("512m", 2**29), (4096, 4096), ("1", 1),
+])  # fmt: skip
 def test_parse_bytes(text, size):
     assert parse_bytes(text) == size
 
