@@ -219,7 +219,7 @@ def test_top_logprobs_are_sorted_and_hold_the_best(logits, count, token):
 def test_logit_bias_comes_before_everything_else():
     logits = np.array([1.0, 3.0, 2.0, 0.0], np.float32)
     seen, counts = np.zeros(4, bool), np.zeros(4, np.int32)
-    for bias, expected in (((1, -2.5),), 2), (((3, 100.0), (9, 5.0)), 3), ((), 1):
+    for bias, expected in (((1, -2.5),), 2), (((3, 100.0), (4, 200.0), (9, 5.0)), 3), ((), 1):
         assert sample(logits, Sampling(logit_bias=bias), 0, 0, seen, counts) == expected
     assert logits.tolist() == [1.0, 3.0, 2.0, 0.0], "the caller's logits stay as they are"
     params = Sampling(logit_bias=((0, 1.5),), repetition_penalty=2.0)

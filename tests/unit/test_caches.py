@@ -70,7 +70,7 @@ def test_every_slot_begins_with_pages_of_its_own():
     assert caches.block_tables() == [[0, 1, 2], [3, 4, 5]]
     for table in caches.block_tables() + [[], [5, 0]]:
         caches.check_table(table)
-    for table, words in (([0, 1, 2, 3], "at most 3 pages, got 4"), ([3, 6], "0 to 5"), ([0, -1], "0 to 5, got -1 to 0")):
+    for table, words in (([0, 1, 2, 3], "at most 3 pages, got 4"), ([3, 6], "0 to 5"), ([0, -1], "got -1 to 0")):
         with pytest.raises(ConfigError, match=f"block table: expected .*{words}"):
             caches.check_table(table)
 

@@ -16,7 +16,7 @@ from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.errors import ClosedError
 from cpmrt.executor import ExecutorLimits
-from cpmrt.sharing.jobs import STOP, WORK, Ended, EndsInbox, Generation, Inbox, Reading
+from cpmrt.sharing.jobs import STOP, WORK, Closed, Ended, EndsInbox, Generation, Inbox, Reading
 from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
 
@@ -254,3 +254,48 @@ def test_what_a_token_costs_does_not_depend_on_how_many_wait():
 
     few = min(seconds(100) for _ in range(3))
     assert min(seconds(3000) for _ in range(2)) < 4 * few
+
+
+def test_a_job_that_comes_after_the_command_to_close_ends_with_closed_error():
+    shared, inbox = shared_engine(), EndsInbox()
+    shared._lead.acquire()  # as if another thread drove the engine, so that commands wait
+    jobs = [generation([1]), Reading(4, lambda slot, block_table: iter(()))]
+    shared._commands.append(lambda: shared._run_close(Inbox(), Closed()))
+    shared.submit(jobs, inbox)
+    shared._lead.release()
+    shared.cancel(())  # carries out what waits
+    assert shared.engine.executor.closed
+    for job in jobs:
+        assert not inbox.is_empty()
+        ended, end = inbox.get()
+        assert ended is job and isinstance(end.error, ClosedError)
+
+
+def test_a_thread_that_got_its_item_asleep_is_not_asked_to_drive():
+    shared, inbox, job = shared_engine(), Inbox(), generation([1])
+    shared._lead.acquire()
+    inbox.put((job, Ended("stop")))
+    assert shared._sleep(inbox)[0] is job and not shared._sleeping
+    shared._lead.release()
+
+
+def test_a_loan_of_a_tool_is_left_to_the_tool():
+    shared = shared_engine()
+    loan = shared.engine.borrow(8)
+    shared.engine.advance()
+    assert shared.engine.slots.loans == (loan,)
+    job = generation([1, 2])
+    shared.run([job])
+    assert list(job.completion.token_ids) == plain_continuation([1, 2], 0, 12, set())
+    assert shared.engine.slots.loans == (loan,)
+
+
+def test_a_completion_has_its_reason_once_the_end_is_read():
+    shared, inbox, job = shared_engine(), Inbox(), generation([1, 2])
+    shared.submit((job,), inbox)
+    while not isinstance(part := shared.next(inbox)[1], Ended):
+        job.read(part)
+    assert (job.completion.finish_reason, len(job.completion.token_ids)) == ("cancelled", 12)
+    job.read(part)
+    assert job.completion.finish_reason == part.reason == "length"
+    assert 0 < part.queued_s < part.first_token_s
