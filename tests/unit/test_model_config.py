@@ -123,6 +123,14 @@ def test_dtype_spellings(key, name):
     assert read(**{key: name}).dtype is DType.FLOAT16
 
 
+def test_the_newer_spelling_of_dtype_counts():
+    assert read(torch_dtype="bfloat16", dtype="float16").dtype is DType.FLOAT16
+
+
+def test_dynamic_scaling_takes_a_head_of_four_columns():
+    assert read(rope_scaling={"type": "dynamic", "factor": 2.0}, head_dim=4).rope.kind == "dynamic"
+
+
 def test_end_tokens_of_config_and_generation_config_are_joined():
     config = ModelConfig.from_hf({**LLAMA, "eos_token_id": [2, 7]}, {"eos_token_id": 9})
     assert config.eos_token_ids == (2, 7, 9)
