@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from timing import least_cpu_seconds
 
 from cpmrt.errors import CheckpointError
-from cpmrt.weights.safetensors import MAX_HEADER_BYTES, SafetensorsFile
+from cpmrt.weights.safetensors import MAX_HEADER_BYTES, SafetensorsFile, encoded_header
 
 
 def build(header: object, data: bytes = b"", length: int | None = None) -> bytes:
@@ -108,6 +108,14 @@ MALFORMED = {
     "metadata value a number": (build({"__metadata__": {"a": 1}}), "'a': expected a string, got 1"),
     "metadata value an object": (build({"__metadata__": {"a": {}}}), "expected a string"),
 }
+
+
+@pytest.mark.parametrize("name", ["t" * length for length in range(1, 10)])
+def test_a_header_that_is_written_leaves_tensors_on_borders_of_eight_bytes(name):
+    header = encoded_header({name: entry()})
+    assert len(header) % 8 == 0
+    found = safetensors.numpy.load(header + np.array([1.5, -2], np.float32).tobytes())
+    assert found.keys() == {name} and found[name].tolist() == [1.5, -2]
 
 
 @pytest.mark.parametrize("case", MALFORMED)
