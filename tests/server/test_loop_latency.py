@@ -132,7 +132,7 @@ LARGEST = {
     "a tool call": (200, chat("call!", tools=[TOOL])),
     "a tool call, streamed": (200, chat("call!", tools=[TOOL], stream=True)),
     "as many biases as a request may have": (400, chat(logit_bias=dict.fromkeys(map(str, range(MAX_LOGIT_BIAS)), 1))),
-    "the arguments of a call": (400, chat_after_call("[" + "[], " * 240_000 + "[]]")),
+    "the arguments of a call": (400, chat_after_call("[" + "[], " * 120_000 + "[]]")),
     "a schema in a string": (400, chat(guided_json='{"enum": [' + "[], " * 240_000 + "[]]}")),
     "logit_bias": (400, chat(logit_bias={str(index): 1 for index in range(60_000)})),
     "template variables": (400, chat(chat_template_kwargs={f"v{index}": [index] for index in range(40_000)})),
