@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from cpmrt.errors import CpmrtError, DeviceError, NoDeviceError, RequestError
 from cpmrt.generation import Piece
-from cpmrt.server.errors import invalid, overloaded, unavailable
+from cpmrt.server.errors import invalid, overloaded, shutting_down, unavailable
 from cpmrt.sharing import jobs as sharing
 from cpmrt.sharing.jobs import STOP, WORK, Ended, Generation, Inbox
 
@@ -83,7 +83,7 @@ class EngineThread:
         if self.state == "failed":
             raise unavailable(f"the server cannot go on: {self.failure}")
         if self.state == "draining":
-            raise unavailable("the server is shutting down")
+            raise shutting_down()
 
     @property
     def open_jobs(self) -> tuple[Job, ...]:

@@ -88,6 +88,11 @@ def unavailable(reason: str) -> ApiError:
     return ApiError(503, reason, code="unavailable", headers={"Retry-After": "5"})
 
 
+def shutting_down() -> ApiError:
+    """Return a 503: the server ends."""
+    return unavailable("the server is shutting down")
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """Return any error with the status that says where the fault lies: request (400), device (503), program (500)."""
     if isinstance(error, ApiError):
@@ -106,7 +111,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, (DeviceError, NoDeviceError)):
         return ApiError(503, str(error), code="device_failed")
     if isinstance(error, ClosedError):
-        return unavailable("the server is shutting down")
+        return shutting_down()
     if isinstance(error, CpmrtError):
         return ApiError(500, str(error), code="internal_error")
     return ApiError(500, f"internal error ({type(error).__name__}); see the server's log", code="internal_error")

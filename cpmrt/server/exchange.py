@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from cpmrt.server.engine_thread import EngineThread, Item, Job
-from cpmrt.server.errors import as_api_error, unavailable
+from cpmrt.server.errors import as_api_error, shutting_down
 from cpmrt.server.json_body import ClientGoneError, Receive, client_left
 from cpmrt.server.service import Prepared
 from cpmrt.sharing.jobs import Ended
@@ -141,7 +141,7 @@ class Exchange:
             assert ended.error is not None
             raise as_api_error(ended.error)
         if ended.reason == "cancelled":
-            raise ClientGoneError if self._client_is_gone else unavailable("the server is shutting down")
+            raise ClientGoneError if self._client_is_gone else shutting_down()
 
     async def _watch(self) -> None:
         await client_left(self._receive)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
-from cpmrt.server.errors import ApiError, invalid, unavailable
+from cpmrt.server.errors import ApiError, invalid, shutting_down
 from cpmrt.yielding_json import LONG, Decoders
 
 MAX_DEPTH = 64
@@ -45,7 +45,7 @@ async def read_body(
     finally:
         reading.cancel()
     if over is not None and over.done():
-        raise unavailable("the server is shutting down")
+        raise shutting_down()
     message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
     raise ApiError(408, message, code="timeout", headers={"Connection": "close"})
 

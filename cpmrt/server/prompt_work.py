@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from cpmrt.server.errors import overloaded, unavailable
+from cpmrt.server.errors import overloaded, shutting_down
 from cpmrt.server.json_body import ClientGoneError, Receive, client_left
 
 _THREADS = 4
@@ -44,7 +44,7 @@ class PromptWorkers:
         try:
             await asyncio.wait((running, leaving, self._over), return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
-                raise ClientGoneError if leaving.done() else unavailable("the server is shutting down")
+                raise ClientGoneError if leaving.done() else shutting_down()
             running.result()
         finally:
             leaving.cancel()

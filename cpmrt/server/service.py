@@ -21,7 +21,7 @@ from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAns
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText
 from cpmrt.server.engine_thread import EngineThread
-from cpmrt.server.errors import ApiError, naming, unavailable, unsupported
+from cpmrt.server.errors import ApiError, naming, shutting_down, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.json_body import LONG_BYTES
@@ -136,7 +136,7 @@ class Service:
         running = asyncio.get_running_loop().run_in_executor(workers, _outcome, call)
         await asyncio.wait((running, self.over), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            raise unavailable("the server is shutting down")
+            raise shutting_down()
         result = running.result()
         if isinstance(result, _Refusal):
             raise result.error
