@@ -13,7 +13,7 @@ from cpmrt.models.rope import inverse_frequencies
 from cpmrt.quantization.gguf_file import KeyValue, Typed
 from cpmrt.weights.gguf.architectures import GGUF_ARCHITECTURES, LONG_FACTORS, SHORT_FACTORS, GgufArchitecture
 from cpmrt.weights.gguf.config import SAMPLING
-from cpmrt.weights.gguf.file import GGUF_SUFFIX, has_gguf_suffix
+from cpmrt.weights.gguf.file import without_gguf_suffix
 from cpmrt.weights.model_folder import ModelFolder
 
 _QUANTIZATION_VERSION = 2
@@ -71,8 +71,7 @@ def _name(folder: ModelFolder) -> str:
     """Return the model's name: that of its repository on a hub, else that of its folder or file."""
     if folder.repository is not None:
         return folder.repository.name.rpartition("/")[2]
-    name = folder.path.name
-    return name[: -len(GGUF_SUFFIX)] if has_gguf_suffix(name) else name
+    return without_gguf_suffix(folder.path.name)
 
 
 def _sampling_keys(sampling: SamplingDefaults) -> dict[str, KeyValue]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpmrt.errors import CheckpointError, listed, quoted
-from cpmrt.weights.gguf.file import GGUF_SUFFIX, has_gguf_suffix, split_paths
+from cpmrt.weights.gguf.file import has_gguf_suffix, split_paths, without_gguf_suffix
 
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 _SEPARATORS = "-._"
@@ -42,7 +42,7 @@ def gguf_labels(names: Sequence[str]) -> list[str]:
 
 def _stem(name: str) -> str:
     """Return a file's name without its suffix and the number of its part."""
-    return _PART.sub("", name[: -len(GGUF_SUFFIX)])
+    return _PART.sub("", without_gguf_suffix(name))
 
 
 def _ends(stem: str, wish: str) -> bool:

@@ -26,6 +26,11 @@ def has_gguf_suffix(name: str) -> bool:
     return name.lower().endswith(GGUF_SUFFIX)
 
 
+def without_gguf_suffix(name: str) -> str:
+    """Return a file's name without the suffix of GGUF files, if it has that."""
+    return name[: -len(GGUF_SUFFIX)] if has_gguf_suffix(name) else name
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class GgufFile(MappedFile):
     """An open, mapped and validated file. Closes at the end of a `with` block.
