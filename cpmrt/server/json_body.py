@@ -9,11 +9,9 @@ from math import isfinite
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from cpmrt.server.errors import ApiError, invalid, shutting_down
-from cpmrt.yielding_json import LONG, Decoders
+from cpmrt.yielding_json import Decoders
 
 MAX_DEPTH = 64
-LONG_BYTES = LONG
-"""The size from which on a body is long: work on it must leave other requests their turn."""
 BODY_TIMEOUT_S = 30.0
 
 Receive = Callable[[], Awaitable[Any]]

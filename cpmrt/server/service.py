@@ -24,7 +24,6 @@ from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import ApiError, naming, shutting_down, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
-from cpmrt.server.json_body import LONG_BYTES
 from cpmrt.server.metrics import Metrics
 from cpmrt.server.prompt_scores import ScoredPrompt
 from cpmrt.server.prompt_work import PromptWorkers
@@ -40,6 +39,7 @@ from cpmrt.text.thinking import opened_thought
 from cpmrt.tool_use.calls import schemas_of
 from cpmrt.tool_use.formats import Format
 from cpmrt.tool_use.grammars import format_of
+from cpmrt.yielding_json import LONG
 
 T = TypeVar("T")
 
@@ -132,7 +132,7 @@ class Service:
 
         Raises ApiError 503 if the server ends before the call does.
         """
-        workers = self._workers if num_bytes < LONG_BYTES else self._long_workers
+        workers = self._workers if num_bytes < LONG else self._long_workers
         running = asyncio.get_running_loop().run_in_executor(workers, _outcome, call)
         await asyncio.wait((running, self.over), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
