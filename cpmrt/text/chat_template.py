@@ -8,7 +8,6 @@ caller's objects, only checked copies that consist of JSON types.
 
 from __future__ import annotations
 
-import json
 import re
 import traceback
 from collections.abc import Collection, Mapping
@@ -25,6 +24,7 @@ from cpmrt.text.messages import checked_messages, checked_tools, marked_variable
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
 from cpmrt.text.template_sandbox import ChatEnvironment
 from cpmrt.weights.model_files import is_there, read_file
+from cpmrt.yielding_json import encoded
 
 KEY = "chat_template"
 ADDITIONAL = "additional_chat_templates"
@@ -240,4 +240,4 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Return a value as JSON: the filter `tojson` as Hugging Face has it. Jinja's own would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return encoded(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

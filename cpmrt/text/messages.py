@@ -5,14 +5,13 @@ Templates are untrusted too and get none of the caller's objects, only these cop
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cpmrt.errors import RequestError, quoted
 from cpmrt.text.markers import ANSWER_MARKERS
 from cpmrt.text.marks import Marks
-from cpmrt.yielding_json import Decoders
+from cpmrt.yielding_json import Decoders, encoded
 
 _DECODERS = Decoders()
 _MAX_DEPTH = 64
@@ -87,7 +86,7 @@ def _with_texts(message: dict[str, Any]) -> dict[str, object]:
     for call in calls:
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-            call["function"] = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+            call["function"] = {**function, "arguments": encoded(function["arguments"], ensure_ascii=False)}
     return {**message, "tool_calls": calls} if calls else message
 
 

@@ -149,8 +149,8 @@ LARGEST = {
 }  # fmt: skip
 
 
-OFTEN = ("stop strings", "log-probabilities", "log-probabilities of a completion", "a chat past the context")
-NAMES = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.all) for name in LARGEST]
+OFTEN = ("stop strings", "log-probabilities", "log-probabilities of a completion")
+NAMES = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.alone) for name in LARGEST]
 
 
 @pytest.mark.parametrize("name", NAMES)
