@@ -65,6 +65,11 @@ async def text_of(stream):
     return "".join([piece.text async for piece in stream])
 
 
+def slow_step(*_):
+    """Make steps slow, so that LONG answers are not over before a test leaves them."""
+    time.sleep(0.02)
+
+
 def is_whole(llm):
     return llm.shared.is_idle and len(llm.engine.slots.free) == 3 and not llm.engine.cache.pool.num_held
 
@@ -134,10 +139,15 @@ def test_seeds_have_the_order_of_the_calls(checkpoint, monkeypatch):
 
 
 def test_calls_share_steps_with_each_other_and_with_threads(checkpoint):
+    """Answers asked for in the event loop and in another thread have steps in common once all three are there."""
     rows = []
 
     def listener(step, _):
         if isinstance(step, Decode):
+            deadline = time.monotonic() + 20
+            while not rows and len(llm.shared._generations) + len(llm.shared._commands) < num_asked:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
             rows.append(len(step.slots))
 
     async def run(llm):
@@ -146,13 +156,17 @@ def test_calls_share_steps_with_each_other_and_with_threads(checkpoint):
             return await asyncio.gather(thread, fast.generate("x", LONG), text_of(fast.stream("y", LONG)))
 
     with LLM(checkpoint, executor="reference", max_sequences=3, on_step=listener) as llm:
+        num_asked = 1
         alone = [llm.generate(prompt, LONG).token_ids for prompt in "tx"]
+        num_asked = 3
         rows.clear()
         found = asyncio.run(run(llm))
     assert [answer.token_ids for answer in found[:2]] == alone and max(rows) == 3
 
 
 def test_a_cancelled_task_and_a_left_stream_free_their_slots(llm):
+    llm.engine.listener = slow_step
+
     async def run():
         async with AsyncLLM(llm) as fast:
             task = asyncio.create_task(fast.generate("x", LONG))
@@ -192,7 +206,7 @@ def test_tasks_that_read_one_stream_get_each_piece_once(llm):
 def test_closing_ends_what_waits(checkpoint):
     async def run():
         before = set(threading.enumerate())
-        llm = LLM(checkpoint, executor="reference")
+        llm = LLM(checkpoint, executor="reference", on_step=slow_step)
         fast = AsyncLLM(llm)
         tasks = [asyncio.create_task(fast.generate(name, LONG)) for name in "ab"]
         await until(lambda: llm.engine.running)

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -46,6 +47,14 @@ def in_thread(call):
     future = pool.submit(call)
     pool.shutdown(wait=False)
     return future
+
+
+def until(condition):
+    """Wait for a condition; in a listener this keeps the engine from going on meanwhile."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("max_sequences", [1, 3])
@@ -140,30 +149,39 @@ def test_random_calls_of_eight_threads(checkpoint, settings, num_calls):
 
 def test_threads_share_steps(checkpoint):
     """Four callers in four slots take about as many decode steps as one caller."""
-    steps, barrier = [], threading.Barrier(4)
-    with LLM(checkpoint, executor="reference", max_sequences=4, on_step=lambda step, _: steps.append(step)) as llm:
-        def call(number):
-            barrier.wait()
-            return llm.generate([5 + number], SamplingParams(max_new_tokens=60, ignore_eos=True))
+    steps = []
 
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(call, range(4)))
+    def listener(step, _):
+        if not steps:
+            until(lambda: len(llm.shared._sleeping) == 3)  # the other callers have asked, and wait for this one
+        steps.append(step)
+
+    def call(number):
+        return llm.generate([5 + number], SamplingParams(max_new_tokens=60, ignore_eos=True))
+
+    with LLM(checkpoint, executor="reference", max_sequences=4, on_step=listener) as llm, ThreadPoolExecutor(4) as pool:
+        list(pool.map(call, range(4)))
     rows = [len(step.slots) for step in steps if isinstance(step, Decode)]
     assert sum(rows) >= 4 * 59 and max(rows) == 4 and len(rows) < 2 * 60
 
 
 def test_streams_of_threads_interleave(checkpoint):
-    order = []
-    with LLM(checkpoint, executor="reference", max_sequences=2) as llm:
-        barrier = threading.Barrier(2)
+    """Each of two threads gets the first pieces of its stream before the other stream is half over."""
+    order, steps = [], []
 
-        def read(name):
-            barrier.wait()
-            for _ in llm.stream(name, SamplingParams(max_new_tokens=50, ignore_eos=True)):
-                order.append(name)
+    def listener(step, _):
+        if not steps:
+            until(lambda: llm.shared._sleeping)  # the other thread has asked too
+        steps.append(step)
+        if len(steps) == 25:
+            until(lambda: {*order} == {"a", "b"})
 
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(read, "ab"))
+    def read(name):
+        for _ in llm.stream(name, SamplingParams(max_new_tokens=50, ignore_eos=True)):
+            order.append(name)
+
+    with LLM(checkpoint, executor="reference", max_sequences=2, on_step=listener) as llm, ThreadPoolExecutor(2) as pool:
+        list(pool.map(read, "ab"))
     assert len(order) >= 100 and "a" in order[order.index("b") :] and "b" in order[order.index("a") :]
 
 
@@ -238,12 +256,18 @@ def test_one_stream_may_be_read_by_two_threads(llm):
 
 
 def test_closing_ends_calls_that_wait_and_refuses_others(checkpoint):
-    llm, begun = LLM(checkpoint, executor="reference", on_step=lambda *_: begun.release()), threading.Semaphore(0)
+    begun = threading.Event()
+
+    def listener(*_):
+        begun.set()
+        time.sleep(0.05)  # no answer of 200 tokens ends before the model is closed
+
+    llm = LLM(checkpoint, executor="reference", on_step=listener)
     long = SamplingParams(max_new_tokens=200, ignore_eos=True)
     stream = llm.stream("own", long)
     futures = [in_thread(lambda: llm.generate("x", long)), in_thread(lambda: llm.logits([1, 2])),
                in_thread(lambda: list(llm.stream("y", long)))]  # fmt: skip
-    begun.acquire()
+    assert begun.wait(20)
     llm.close()
     llm.close()
     for future in futures:
@@ -324,7 +348,8 @@ def test_ctrl_c_while_another_thread_drives(checkpoint):
 
         def listener(step, _):
             drives.set()
-            if isinstance(step, Decode) and threading.get_ident() != main and llm.shared._sleeping:
+            if isinstance(step, Decode) and threading.get_ident() != main:
+                until(lambda: llm.shared._sleeping)
                 llm.engine.listener = None
                 signal.pthread_kill(main, signal.SIGINT)
 
