@@ -142,7 +142,7 @@ def test_a_client_that_leaves_frees_its_slot_within_a_step(tmp_path, is_stream):
         until(lambda: any(job.sequence and job.sequence.token_ids for job in server.engine.open_jobs))
         (job,) = [job for job in server.engine.open_jobs if job.sequence and job.sequence.token_ids]
         connection.close()
-        until(lambda: not server.engine.open_jobs, timeout_s=5)
+        until(lambda: not server.engine.open_jobs, timeout_s=10)
         seen = len(job.sequence.token_ids)
         time.sleep(0.05)
         assert len(job.sequence.token_ids) == seen < 3000 and not server.engine.llm.engine.running

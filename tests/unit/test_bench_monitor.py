@@ -30,9 +30,17 @@ def nvml(monkeypatch):
 
 
 def watch(tmp_path, seconds=0.2, bus_id=BUS_ID):
+    """Return a monitor whose samples are of so many seconds at least, however late its thread gets a core."""
     with Monitor(bus_id, sysfs=tmp_path) as monitor:
-        time.sleep(seconds)
+        until(lambda: len(times := monitor.samples.times_s) > 1 and times[-1] - times[0] >= seconds)
     return monitor
+
+
+def until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_every_reading_of_a_server_gpu(nvml, tmp_path):
@@ -106,12 +114,12 @@ def test_the_gpu_is_found_by_its_bus_id_or_by_being_the_only_one(nvml, tmp_path)
 
 
 def test_a_reading_that_hangs_does_not_hang_the_end(nvml, tmp_path, monkeypatch):
-    fake, forever = nvml(), threading.Event()
+    fake, begun, forever = nvml(), threading.Event(), threading.Event()
     monkeypatch.setattr(monitor_module, "_PATIENCE_S", 0.1)
     monitor = Monitor(BUS_ID, sysfs=tmp_path)
-    fake.nvmlDeviceGetTemperature = lambda *arguments: forever.wait()
+    fake.nvmlDeviceGetTemperature = lambda *arguments: begun.set() or forever.wait()
     with monitor:
-        time.sleep(0.1)
+        assert begun.wait(30)
     assert fake.calls == ["init"], "NVML is not shut down under a call that runs"
     forever.set()
 
