@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,18 @@ def serving(load: Callable[[], LLM], **settings) -> Iterator[Server]:
         running.stop()
         thread.join(20)
     assert not failures and not thread.is_alive()
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a free port of 127.0.0.1 at which one server can listen, and which no other program is given meanwhile.
+
+    The socket that holds it does not listen, so that Linux lets another one with SO_REUSEADDR have its port too.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 _OTHERS = tuple((index, 1.0 - index) for index in range(3, 22))

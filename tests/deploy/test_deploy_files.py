@@ -20,6 +20,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from serving import reserved_port
+
 import cpmrt
 from cpmrt.cli import serve as serve_command
 from cpmrt.server.api import Endpoints
@@ -154,22 +156,20 @@ def test_the_entry_point_becomes_healthy():
     values = dict(instructions())
     entry = json.loads(values["ENTRYPOINT"])
     check = json.loads(values["HEALTHCHECK"].partition("CMD ")[2])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    check = [sys.executable, *(word.replace("8000", port) for word in check[1:])]
-    entry = [*COMMAND, *(word.replace("8000", port) for word in entry[2:]), *SMALL]
-    assert subprocess.run(check, stderr=subprocess.DEVNULL, timeout=20).returncode != 0
-    process = subprocess.Popen(entry, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while subprocess.run(check, stderr=subprocess.DEVNULL, timeout=20).returncode != 0:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
+    with reserved_port() as port:
+        check = [sys.executable, *(word.replace("8000", str(port)) for word in check[1:])]
+        entry = [*COMMAND, *(word.replace("8000", str(port)) for word in entry[2:]), *SMALL]
+        assert subprocess.run(check, stderr=subprocess.DEVNULL, timeout=20).returncode != 0
+        process = subprocess.Popen(entry, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 60
+            while subprocess.run(check, stderr=subprocess.DEVNULL, timeout=20).returncode != 0:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
 
 
 def test_the_manifests_fit_the_schema_of_kubernetes():

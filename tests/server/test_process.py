@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from serving import reserved_port
 
 TESTS = Path(__file__).resolve().parents[1]
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
@@ -67,6 +68,14 @@ def started(kind, folder, *arguments, num_files=None):
         yield Process(process)
 
 
+def is_healthy(client):
+    """Return whether the server answers and its model is there; False if it does not listen yet."""
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_while_the_model_is_loaded_ends_the_process_at_once(tmp_path, number, code):
     with started("slow", tmp_path) as server:
@@ -88,11 +97,10 @@ def test_a_lost_device_ends_the_process_with_an_error(tmp_path):
 
 
 def test_a_quiet_server_says_nothing_but_errors(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with launched("lost", tmp_path, "--quiet", "--port", str(port)) as process:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=10), base_url=f"http://127.0.0.1:{port}") as client:
-            while client.get("/health").status_code != 200:
+    with reserved_port() as port, launched("lost", tmp_path, "--quiet", "--port", str(port)) as process:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            while not is_healthy(client):
+                assert process.poll() is None
                 time.sleep(0.01)
             assert client.post("/v1/chat/completions", json=ASK).status_code == 503
         assert process.wait(10) == 1
