@@ -56,7 +56,7 @@ def received(connection):
 
 
 def test_draining_lets_streams_finish_and_takes_no_more(tmp_path):
-    with serving(lambda: endless(tmp_path, delay_s=0.0003), grace=10) as server:
+    with serving(lambda: endless(tmp_path, delay_s=0.0003), grace=60) as server:
         with server.client.stream("POST", CHAT, json=body(stream=True, max_tokens=900)) as stream:
             lines = stream.iter_lines()
             next(lines)
