@@ -181,9 +181,9 @@ def test_ctrl_c_ends_a_generation():
         assert "Traceback" not in child.communicate(timeout=30)[1] and child.returncode == 130
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The address and the process of `cpmrt serve`, started as by hand."""
+@contextmanager
+def served():
+    """Yield the address and the process of `cpmrt serve`, started as by hand."""
     pytest.importorskip("uvicorn")
     with program("serve", "--port", "0", stderr=subprocess.PIPE) as child:
         address = next(found[0] for line in child.stderr if (found := re.search(r"http://[\d.:]+", line)))
@@ -191,6 +191,12 @@ def server():
             if "ready" in line:
                 break
         yield address, child
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served() as found:
+        yield found
 
 
 def get(url: str, body: object = None) -> tuple[int, str]:
@@ -242,7 +248,8 @@ def test_a_port_that_is_taken(server, run):
     assert code == 1 and err.splitlines()[-1].startswith(LINE) and "--port" in err and "Traceback" not in err
 
 
-def test_the_server_stops_when_told(server):
-    """Ctrl-C ends the server with exit code 130; this must be the last test that uses it."""
-    server[1].send_signal(signal.SIGINT)
-    assert server[1].wait(30) == 130
+def test_the_server_stops_when_told():
+    """Ctrl-C ends the server with exit code 130. It is a server of its own: tests may run in any order."""
+    with served() as (_, child):
+        child.send_signal(signal.SIGINT)
+        assert child.wait(30) == 130
