@@ -170,7 +170,7 @@ def test_the_dashboard_is_one_that_grafana_loads():
 
 
 def test_prompts_that_are_embedded_hold_slots_and_pages(demo):
-    texts = ["What does os.path.join do? " * 10] * 40
+    texts = ["What does os.path.join do? " * 10] * 12
     asking = threading.Thread(target=lambda: demo.client.post("/v1/embeddings", json={"input": texts}))
     asking.start()
     told = set()

@@ -13,7 +13,7 @@ from threading import Thread, Timer
 
 import pytest
 from form_cases import LARK_GRAMMARS, REGEXES, schemas
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpmrt import SamplingParams
@@ -97,7 +97,7 @@ def go_on(matchers, masks, choice):
             matcher.accept([allowed[(choice + number) % len(allowed)]])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 @given(
     st.lists(st.sampled_from(range(len(FORMS))), min_size=1, max_size=64),
     st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
