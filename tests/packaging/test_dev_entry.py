@@ -285,7 +285,7 @@ def test_a_terminal_sees_a_spinner_and_one_line_of_it_stays(tmp_path: Path) -> N
         "import pathlib, sys; sys.path.insert(0, sys.argv[1]); import dev_venv; "
         "dev_venv.LOG = pathlib.Path(sys.argv[2]); "
         "sys.exit(dev_venv.run_quietly('working', [sys.executable, '-c', "
-        "'import time; print(\"Downloading a-1.0 (3 kB)\", flush=True); time.sleep(0.5); raise SystemExit(4)']))"
+        "'import time; print(\"Downloading a-1.0 (3 kB)\", flush=True); time.sleep(1.5); raise SystemExit(4)']))"
     )
     command = [sys.executable, "-c", code, str(ROOT / "tools"), str(tmp_path / "log")]
     shown, exit_code = shown_on_terminal(lambda terminal: subprocess.Popen(command, stderr=terminal, stdout=terminal))
