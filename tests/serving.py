@@ -40,7 +40,7 @@ class Server:
 
     def __init__(self, running: Running, url: str):
         self.running, self.url = running, url
-        self.client = httpx.Client(base_url=url, timeout=30, verify=False)
+        self.client = httpx.Client(base_url=url, timeout=120, verify=False)
 
     @property
     def engine(self):

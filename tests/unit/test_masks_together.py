@@ -72,9 +72,11 @@ def tokens_in(bits):
 
 
 @pytest.fixture(autouse=True)
-def fewest(monkeypatch):
-    """Have masks computed at the same time from two answers on."""
+def pays(monkeypatch):
+    """Have masks computed at the same time from two answers on, and every form compiled for each thread, however long
+    a busy machine takes for it."""
     monkeypatch.setattr(mask_threads, "_FEWEST_ANSWERS", 2)
+    monkeypatch.setattr(grammars, "_QUICK_S", 60.0)
 
 
 def follow(matchers, drawn):
@@ -272,6 +274,7 @@ def test_two_threads_take_in_a_compiled_form_once():
 
 def test_a_form_that_waits_for_its_turn_is_quick_all_the_same(tokenizer, monkeypatch):
     own = grammars_of(tokenizer, 3)
+    monkeypatch.setattr(grammars, "_QUICK_S", 0.2)
     monkeypatch.setattr(own, "_compile", lambda form: Copied())
     turns = [own._compiling.acquire(blocking=False) for _ in range(2)]
     Timer(2 * grammars._QUICK_S, own._compiling.release).start()
