@@ -6,7 +6,6 @@ import shlex
 import signal
 import stat
 import sys
-import time
 
 import pytest
 from terminal import ROOT, Terminal
@@ -142,7 +141,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(chat):
         terminal.type("say(still here)yas\r")
         terminal.wait("\nstill here\n>")
         terminal.type("\x03")
-        time.sleep(0.1)
+        terminal.wait(lambda: terminal.text.count("Ctrl-C again") == 2)
         terminal.type("\x03")
         assert terminal.end() == 130
 
