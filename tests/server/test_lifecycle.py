@@ -332,14 +332,14 @@ def test_a_signal_drains_and_ends_with_its_exit_code(number, code):
     answer = httpx.post(f"{url}{CHAT}", headers=key, json=body("What is os?", stream=True, max_tokens=5), timeout=30)
     assert answer.text.rstrip().endswith("data: [DONE]")
     process.send_signal(number)
-    assert process.wait(10) == code
+    assert process.wait(30) == code
     assert "Traceback" not in process.stderr.read()
 
 
 @pytest.mark.all
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line():
     process, lines = start_process("/nowhere/at/all")
-    assert process.wait(10) == 1
+    assert process.wait(30) == 1
     assert lines[-1].startswith("cpmrt: error: model '/nowhere/at/all'") and process.stderr.read() == ""
 
 
