@@ -12,7 +12,7 @@ from typing import Protocol
 
 from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, CpmrtError, listed, quoted
-from cpmrt.weights.gguf.architectures import NOT_WEIGHTS, architecture_of
+from cpmrt.weights.gguf.architectures import NOT_WEIGHTS, GgufArchitecture, architecture_of
 from cpmrt.weights.gguf.config import head_dim
 from cpmrt.weights.gguf.file import GgufFile, GgufModel, has_gguf_suffix
 from cpmrt.weights.gguf.folder import is_gguf
@@ -97,12 +97,10 @@ class Checkpoint:
         model = GgufModel.open(path)
         try:
             row, rows = architecture_of(model.metadata, path), head_dim(model)
+            entries = _renamed(model, row)
         except CpmrtError:
             model.close()
             raise
-        entries = {
-            row.hugging_face_name(name): entry for name, entry in model.entries.items() if name not in NOT_WEIGHTS
-        }
         pairs = {name: rows for name in entries if row.pairs_rows(name)}
         return cls(path, MappingProxyType(entries), {part.path: part for part in model.parts}, pairs)
 
@@ -138,6 +136,22 @@ class Checkpoint:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _renamed(model: GgufModel, row: GgufArchitecture) -> dict[str, TensorEntry]:
+    """Return the weights of a GGUF model by their Hugging Face names. Raises CheckpointError where two have the same.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for name, entry in model.entries.items():
+        renamed = row.hugging_face_name(name)
+        if renamed in entries:
+            raise CheckpointError(
+                f"{model.path}: two tensors are {quoted(renamed)}",
+                actual=f"{quoted(entries[renamed].name)} and {quoted(name)}",
+            )
+        if name not in NOT_WEIGHTS:
+            entries[renamed] = entry
+    return entries
 
 
 def _language_part(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -5,9 +5,12 @@ import gguf_models as models
 import numpy as np
 import pytest
 
-from cpmrt.errors import CheckpointError, CpmrtError, UnsupportedModelError
+from cpmrt.config import EngineConfig
+from cpmrt.errors import CheckpointError, ConfigError, CpmrtError, UnsupportedModelError
+from cpmrt.models.planning import open_weights
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.checkpoint import Checkpoint
+from cpmrt.weights.gguf.config import MAX_FACTORS
 from cpmrt.weights.gguf.file import GgufFile
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -133,6 +136,16 @@ def test_factors_of_llama_3_are_a_list_for_all_lengths(good, tmp_path):
     assert rope.attention_factor == 1.0
 
 
+def test_factors_that_would_fill_the_memory_are_refused_unread(good, tmp_path):
+    tensor = files.Described("rope_freqs.weight", (MAX_FACTORS + 1,), 0, bytes(4 * MAX_FACTORS + 4))
+    path = changed(good, tmp_path / "a.gguf", without=PLAIN, tensors=[tensor])
+    with pytest.raises(UnsupportedModelError, match=rf"F32 of one dimension, .* got F32 \[{MAX_FACTORS + 1}\]"):
+        opened(path)
+    tensor = files.Described("rope_freqs.weight", (MAX_FACTORS,), 0, bytes(4 * MAX_FACTORS))
+    with pytest.raises(ConfigError, match="short_factor"):
+        opened(changed(good, tmp_path / "b.gguf", without=PLAIN, tensors=[tensor]))
+
+
 @pytest.mark.parametrize(
     ("kind", "keys", "expected"),
     [
@@ -186,12 +199,31 @@ def test_a_control_token_that_ends_a_turn_is_an_end(good, tmp_path):
     assert opened(path).config.eos_token_ids == (2, 40)
 
 
-def test_tensors_that_are_missing_or_too_many_are_named(good, tmp_path):
-    from cpmrt.config import EngineConfig
-    from cpmrt.models.planning import open_weights
-
-    extra = files.Described("blk.0.attn_sinks.weight", (4,), 0, b"\0" * 16)
-    path = changed(good, tmp_path / "a.gguf", without=("blk.0.attn_k.weight",), tensors=[extra])
+def refusal(path):
+    """Return the words with which the weights of a file are refused."""
     with pytest.raises(CheckpointError) as found, open_weights(ModelFolder.open(path), EngineConfig()):
         pass
-    assert "self_attn.k_proj.weight" in str(found.value) and "blk.0.attn_sinks.weight" in str(found.value)
+    return str(found.value)
+
+
+def test_tensors_that_are_missing_or_too_many_are_named(good, tmp_path):
+    extra = files.Described("blk.0.attn_sinks.weight", (4,), 0, b"\0" * 16)
+    said = refusal(changed(good, tmp_path / "a.gguf", without=("blk.0.attn_k.weight",), tensors=[extra]))
+    assert "self_attn.k_proj.weight" in said and "blk.0.attn_sinks.weight" in said
+
+
+def test_a_vector_in_blocks_is_named(good, tmp_path):
+    norm = files.Described("blk.0.attn_norm.weight", (32,), 8, b"\0\x3c" + bytes(32))
+    said = refusal(changed(good, tmp_path / "a.gguf", without=(norm.name,), tensors=[norm]))
+    assert "1 wrong: 'model.layers.0.input_layernorm.weight' (expected F32 | F16 | BF16, got Q8_0)" in said
+
+
+@pytest.mark.parametrize(("name", "other"), [
+    ("blk.00.attn_norm.weight", "blk.0.attn_norm.weight"), ("model.norm.weight", "output_norm.weight"),
+    ("model.layers.0.input_layernorm.weight", "blk.0.attn_norm.weight"),
+])  # fmt: skip
+def test_two_names_of_one_tensor_are_refused(good, tmp_path, name, other):
+    """A file must not hold a weight twice under two names, of which one would silently be left out."""
+    twice = files.Described(name, (32,), 0, bytes(128))
+    said = refusal(changed(good, tmp_path / "a.gguf", tensors=[twice]))
+    assert said.endswith(f"got {other!r} and {name!r}") and "a.gguf: two tensors are 'model." in said

@@ -30,6 +30,8 @@ _END_TEXTS = frozenset(("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|
 """Control tokens that end an answer in every model that has them. A file has keys for only three such tokens, while a
 generation_config.json names all.
 """
+MAX_FACTORS = 1 << 16
+"""The most RoPE factors of a list, which becomes numbers of Python; models have half as many as a head has rows."""
 # scale_emb, scale_depth and dim_model_base of MiniCPM3 and of MiniCPM's first files, which lack keys for them.
 _OLD_SCALES = (12.0, 1.4, 256)
 SAMPLING = {
@@ -197,9 +199,9 @@ def _factors(model: GgufModel, name: str) -> list[float]:
     """Return the values of a tensor of RoPE factors; for an absent long or short list those of the other one."""
     found = name if name in model.entries else next(other for other in (LONG_FACTORS, SHORT_FACTORS) if other != name)
     entry = model.entries[found]
-    if entry.dtype != "F32" or len(entry.shape) != 1:
+    if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_FACTORS:
         raise UnsupportedModelError(
-            f"{model.path}: tensor {quoted(found)}", expected="F32 of one dimension",
+            f"{model.path}: tensor {quoted(found)}", expected=f"F32 of one dimension, at most [{MAX_FACTORS}]",
             actual=f"{entry.dtype} {list(entry.shape)}",
         )  # fmt: skip
     values: list[float] = model.view(found).tolist()

@@ -21,7 +21,8 @@ def gguf_specs(specs: Sequence[TensorSpec], checkpoint: Checkpoint) -> tuple[Ten
 
     A matrix all of whose sources are in blocks is held in these blocks, each source with its own type, and so is an
     embedding. A head that is tied to such an embedding becomes a weight of its own, with the same blocks. The source of
-    a tensor that is absent or has another shape stays as it is: `weights.check` refuses it.
+    a tensor that is absent or has another shape, and that of a vector in blocks, stays as it is: `weights.check`
+    refuses it.
     """
     made = [_as_stored(spec, checkpoint) for spec in specs]
     by_name = {spec.name: spec for spec in made}
@@ -99,7 +100,7 @@ def _stored(source: Source, checkpoint: Checkpoint) -> Source:
         return source
     if head_dim and source.shape[0] % head_dim == 0:
         source = replace(source, rows=unpaired(source.shape[0], head_dim))
-    if entry.dtype not in BLOCK_TYPES:
+    if entry.dtype not in BLOCK_TYPES or len(source.shape) == 1:
         return source
     return replace(source, packing=_packing(BLOCK_TYPES[entry.dtype], source.shape[1]))
 
