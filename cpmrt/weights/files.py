@@ -75,7 +75,11 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     """Return all bytes of a file. Raises CheckpointError if it cannot be opened or read, or has more than `max_bytes`.
     """
     with open_file(path) as file, reading(path):
-        raw = file.read(max_bytes + 1)
+        return bounded(file.read(max_bytes + 1), path, max_bytes)
+
+
+def bounded(raw: bytes, path: Path, max_bytes: int) -> bytes:
+    """Return the contents `raw` of a file. Raises CheckpointError if they are more than `max_bytes`."""
     if len(raw) > max_bytes:
         raise CheckpointError(f"{path} is too large", expected=f"at most {max_bytes} bytes")
     return raw

@@ -26,7 +26,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
     """Return all bytes of a file. Raises CheckpointError if it cannot be opened or read, or has more than `max_bytes`.
     """
     made = read_member(path.parent, path.name) if is_gguf(path.parent) else None
-    return files.read_file(path, max_bytes) if made is None else made
+    return files.read_file(path, max_bytes) if made is None else files.bounded(made, path, max_bytes)
 
 
 def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, object]:

@@ -11,7 +11,10 @@ from tokenizers import Tokenizer as Library
 
 from cpmrt.errors import CheckpointError, UnsupportedModelError
 from cpmrt.text import ChatTemplate, Tokenizer
+from cpmrt.weights.files import MAX_JSON_BYTES
+from cpmrt.weights.gguf import vocabulary
 from cpmrt.weights.gguf.folder import read_member
+from cpmrt.weights.model_files import read_json
 
 COUNTS = pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.all)])
 """The number of texts on which ids are compared."""
@@ -213,6 +216,34 @@ def test_a_piece_that_is_too_long_to_be_cut_everywhere_is_refused(tmp_path):
     keys["scores"] = listed(files.F32, [0.0, -1.0, -2.0])
     with pytest.raises(CheckpointError, match="a piece: expected at most 256 characters, got 257"):
         Tokenizer.open(write(tmp_path / "bad.gguf", keys))
+
+
+def test_more_pairs_than_any_vocabulary_has_are_refused(tmp_path, monkeypatch):
+    """A small file whose tokens are all parts of a long text would give so many merges that they fill the memory."""
+    tokens = ["<unk>", *sorted({"abcd"[begin:end] for begin in range(4) for end in range(begin + 1, 5)})]
+    keys = {"model": (files.STRING, "llama"), "tokens": listed(files.STRING, tokens)}
+    keys["scores"] = listed(files.F32, [-float(i) for i in range(len(tokens))])
+    path = write(tmp_path / "a.gguf", keys)
+    num_pairs = 3 * 1 + 2 * 2 + 1 * 3  # cuts of the tokens of two, three and four letters
+    monkeypatch.setattr(vocabulary, "MAX_MERGES", num_pairs)
+    assert len(json.loads(read_member(path, "tokenizer.json"))["model"]["merges"]) == num_pairs
+    monkeypatch.setattr(vocabulary, "MAX_MERGES", num_pairs - 1)
+    with pytest.raises(CheckpointError, match=f"make a token: expected at most {num_pairs - 1}, got more"):
+        read_member(path, "tokenizer.json")
+
+
+def test_half_of_a_surrogate_pair_in_a_whole_tokenizer_json_is_refused(tmp_path):
+    keys = byte_pair_keys(plain(), "gpt-2") | {"tokenizer.huggingface.json": (files.STRING, '{"model": "\\ud800"}')}
+    path = write(tmp_path / "bad.gguf", keys)
+    with pytest.raises(CheckpointError, match=r"bad\.gguf/tokenizer\.json is not valid Unicode"):
+        Tokenizer.open(path)
+
+
+def test_what_a_file_says_is_limited_as_the_files_of_a_folder_are(tmp_path):
+    keys = byte_pair_keys(plain(), "gpt-2") | {"tokenizer.chat_template": (files.STRING, "x" * MAX_JSON_BYTES)}
+    path = write(tmp_path / "large.gguf", keys)
+    with pytest.raises(CheckpointError, match=r"large\.gguf/tokenizer_config\.json is too large: expected"):
+        read_json(path / "tokenizer_config.json")
 
 
 def test_a_piece_with_a_space_is_no_pair(tmp_path):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cpmrt.errors import CheckpointError
 from cpmrt.weights.gguf.config import config_json, generation_config_json
 from cpmrt.weights.gguf.file import GgufModel, has_gguf_suffix
 from cpmrt.weights.gguf.vocabulary import has_tokenizer, tokenizer_config_json, tokenizer_json
@@ -29,7 +30,11 @@ def read_member(path: Path, name: str) -> bytes | None:
     if make is None:
         return None
     # A key may hold an array where a number belongs: the reader of the member refuses it.
-    return json.dumps(make(), ensure_ascii=False, default=np.ndarray.tolist).encode()
+    text = json.dumps(make(), ensure_ascii=False, default=np.ndarray.tolist)
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # only a whole tokenizer.json can have it, as an escape sequence
+        raise CheckpointError(f"{path / name} is not valid Unicode: half of a surrogate pair") from error
 
 
 def has_member(path: Path, name: str) -> bool:
