@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-_MOST_THREADS = 8
-"""The most threads that `computed_ahead` starts."""
+MOST_THREADS = 8
+"""The most threads that `computed_ahead` starts if it is not told otherwise: results wait in memory for their use."""
 
 
 def usable_cores() -> int:
@@ -18,12 +18,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def computed_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yield the result of each job, in their order, while a few threads compute the next ones.
+def computed_ahead(jobs: Iterable[Callable[[], T]], *, most_threads: int = MOST_THREADS) -> Iterator[T]:
+    """Yield the result of each job, in their order, while threads, at most one a core, compute the next ones.
 
     At most two jobs a thread are under way. A job may be computed twice where the system starts no more threads.
     """
-    threads, pending = min(_MOST_THREADS, usable_cores()), deque[Future[T]]()
+    threads, pending = min(most_threads, usable_cores()), deque[Future[T]]()
     with ThreadPoolExecutor(threads, thread_name_prefix="cpmrt-ahead") as pool:
         for job in jobs:
             pending.append(_begun(pool, job))

@@ -7,13 +7,12 @@ scale as it is stored. Layouts: `weights.formats.blocks`, whose unpacking each p
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpmrt.cores import usable_cores
+from cpmrt.cores import computed_ahead, usable_cores
 from cpmrt.dtypes import F32
 from cpmrt.quantization.group_scales import best_lines, best_scales, codebook_codes, codes_of
 from cpmrt.weights.formats.blocks import BLOCK_TYPES, IQ4_VALUES, U8
@@ -36,9 +35,9 @@ def quantise_rows(name: str, values: F32) -> U8:
         rows = values[begin : begin + step]
         out[begin : begin + step] = QUANTISERS[name](rows.reshape(-1, kind.size)).reshape(len(rows), -1)
 
-    with ThreadPoolExecutor(usable_cores(), thread_name_prefix="cpmrt-quantise") as pool:
-        for _ in pool.map(quantise, range(0, len(values), step)):
-            pass
+    jobs = (partial(quantise, begin) for begin in range(0, len(values), step))
+    for _ in computed_ahead(jobs, most_threads=usable_cores()):
+        pass
     return out
 
 
