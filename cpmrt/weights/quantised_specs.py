@@ -103,8 +103,8 @@ def _divisor(spec: TensorSpec) -> int | None:
 def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[TensorSpec]) -> dict[str, Any] | None:
     """Return what is quantised and how, as a dict to print; None where nothing is quantised.
 
-    `in_16_bits`: matrices that the checkpoint holds in 16 bits; `dequantised`: quantised ones that are converted to 16
-    bits while they are loaded.
+    `bits` and `group_size` list the different numbers of all layers. `in_16_bits`: matrices that the checkpoint holds
+    in 16 bits; `dequantised`: quantised ones that are converted to 16 bits while they are loaded.
     """
     matrices = [spec for spec in specs if spec.product is not None]
     held = {spec.name: spec.quant for spec in matrices if spec.quant is not None}
@@ -118,8 +118,8 @@ def quantisation_summary(settings: WeightQuantization | None, specs: Sequence[Te
     return {
         "method": settings.method if settings and is_named else _made_by(packed, layers),
         "tensors": " and ".join(sorted(formats)) or "in 16 bits",
-        "bits": " and ".join(str(bits) for bits in sorted({quant.bits for quant in quants} or {4})),
-        "group_size": " and ".join(str(size) for size in sorted({quant.group_size for quant in quants})),
+        "bits": sorted({quant.bits for quant in quants} or {4}),
+        "group_size": sorted({quant.group_size for quant in quants}),
         "symmetric": all(quant.symmetric for quant in quants),
         "act_order": any(source.packing.permuted for spec in packed for source in spec.sources if source.packing),
         "lm_head_bits": held["lm_head"].bits if "lm_head" in held else 16,
@@ -138,7 +138,8 @@ def quantisation_facts(settings: WeightQuantization | None, specs: Sequence[Tens
         return [f"GGUF blocks {summary['tensors']}", *[f"{count} matrices held in 16 bits"] * bool(count)]
     # Marlin files carry the settings of what they were made from.
     name = summary["tensors" if summary["tensors"] == "marlin" else "method"]
-    facts = [f"{name} {summary['bits']} bits", f"groups of {summary['group_size']}"]
+    bits, sizes = (" and ".join(map(str, summary[key])) for key in ("bits", "group_size"))
+    facts = [f"{name} {bits} bits", f"groups of {sizes}"]
     facts += ["zero points"] * (not summary["symmetric"]) + ["act-order"] * summary["act_order"]
     facts.append(f"head in {summary['lm_head_bits']} bits")
     layers = [name for name in summary["in_16_bits"] + summary["dequantised"] if name != "lm_head"]

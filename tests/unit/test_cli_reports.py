@@ -8,6 +8,7 @@ import re
 import shutil
 from math import prod
 
+import gguf_models
 import pytest
 from reference.quantised_models import CASES, write_quantised
 from safetensors.numpy import load_file, save_file
@@ -191,7 +192,7 @@ def test_inspect_of_quantised_weights(tmp_path, json_of, capsys):
     code, record = json_of("inspect", folder)
     assert code == 0 and record["problems"] == []
     assert record["quantization"] == {
-        "method": "gptq", "tensors": "gptq", "bits": "4", "group_size": "64", "symmetric": True, "act_order": True,
+        "method": "gptq", "tensors": "gptq", "bits": [4], "group_size": [64], "symmetric": True, "act_order": True,
         "lm_head_bits": 16, "in_16_bits": ["lm_head"],
         "dequantised": ["layers.0.qkv", "layers.0.gate_up", "layers.1.qkv", "layers.1.gate_up"],
     }  # fmt: skip
@@ -199,6 +200,16 @@ def test_inspect_of_quantised_weights(tmp_path, json_of, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "quantization.group_size 64 quantization.symmetric yes quantization.act_order yes" in shown
     assert "this version can run it" in shown
+
+
+def test_the_bits_of_a_gguf_model_are_numbers(tmp_path, json_of, capsys):
+    path = gguf_models.write_pair(tmp_path, "llama", gguf_models.mixed).gguf
+    for command in ("inspect", "plan"):
+        quantization = json_of(command, path)[1]["quantization"]
+        assert (quantization["bits"], quantization["group_size"]) == ([4, 6], [16, 32])
+        assert (quantization["tensors"], quantization["lm_head_bits"]) == ("Q4_K and Q6_K", 6)
+    assert main(["inspect", str(path)]) == 0
+    assert "quantization.bits 4, 6 quantization.group_size 16, 32" in " ".join(capsys.readouterr().out.split())
 
 
 def test_inspect_says_what_is_wrong_with_quantised_weights(tmp_path, json_of):
