@@ -49,7 +49,7 @@ def _step(record: dict[str, Any]) -> Step:
     kind = _STEPS[record["step"]]
     values = {field.name: _value(record[field.name]) for field in fields(kind) if field.name in record}
     if kind is Admit:
-        values["sampling"] = Sampling(**{name: _hashable(value) for name, value in values["sampling"].items()})
+        values["sampling"] = Sampling(**{name: _hashable(value) for name, value in dict(values["sampling"]).items()})
     step: Step = kind(**values)
     return step
 

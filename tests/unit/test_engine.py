@@ -301,7 +301,10 @@ def test_a_step_log_replays(tmp_path_factory, limits, wanted):
     assert replayed == recorded
 
 
-@pytest.mark.parametrize("line", ["", "[]", "{}", "no json", '{"step": "Decode"}', '{"step": "Fly", "result": []}'])
+@pytest.mark.parametrize("line", [
+    "", "[]", "{}", "no json", '{"step": "Decode"}', '{"step": "Fly", "result": []}',
+    '{"step": "Admit", "slot": 0, "sampling": 1, "seed": 0, "max_new_tokens": 1, "stop_token_ids": [], "result": []}',
+])  # fmt: skip
 def test_a_line_that_is_no_step_is_named(tmp_path, line):
     path = tmp_path / "steps.jsonl"
     path.write_text(line + "\n")
