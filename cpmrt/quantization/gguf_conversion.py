@@ -84,10 +84,10 @@ def to_gguf(folder: ModelFolder, target: Path, kind: str) -> None:
                 writer.write(name, values)
             num_rounded = 0
             for name, spec in sources.items():
-                values = _values(spec, checkpoint)
+                plan = plans[row.gguf_name(name)]
+                values = _values(spec, checkpoint, plan.dtype)
                 if row.pairs_rows(name):
                     values = _paired(values, folder.config.attention.head_dim)
-                plan = plans[row.gguf_name(name)]
                 num_rounded += plan.dtype == _TERNARY and not is_ternary(values, BLOCK_TYPES[_TERNARY].size)
                 writer.write(row.gguf_name(name), _stored(values, plan.dtype))
             if num_rounded:
@@ -119,10 +119,18 @@ def _fits(name: str, source: Source) -> bool:
     return name not in BLOCK_TYPES or source.shape[1] % BLOCK_TYPES[name].size == 0
 
 
-def _values(spec: TensorSpec, checkpoint: Checkpoint) -> F32:
+def _values(spec: TensorSpec, checkpoint: Checkpoint, dtype: str) -> F32:
+    """Return a weight that will be stored as `dtype`. Raises CheckpointError where a value is too large, or not finite.
+    """
     values: F32 = pack(spec, checkpoint, DType.FLOAT32)
-    if not np.isfinite(values).all():
-        raise CheckpointError(f"{checkpoint.folder}: tensor {quoted(spec.name)} has values that are not finite")
+    # Scales of blocks are in float16, and a block type may have a weight itself as its scale.
+    limit = float(np.finfo(np.float32 if dtype in ("F32", "BF16") else np.float16).max)
+    largest = max(float(values.max()), -float(values.min()))
+    if not largest <= limit:
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor {quoted(spec.name)} stored as {dtype}",
+            expected=f"finite values up to {limit:g}", actual=f"{largest:g}",
+        )  # fmt: skip
     return values
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from cpmrt import LLM, SamplingParams
 from cpmrt.cli.main import main
 from cpmrt.dtypes import DType, from_float32
-from cpmrt.errors import ConfigError, UnsupportedModelError
+from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
 from cpmrt.quantization.gguf_blocks import QUANTISERS, quantise_rows
 from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.quantization.plain_conversion import to_safetensors
@@ -185,6 +185,25 @@ def test_a_gptq_checkpoint_becomes_a_file_and_a_plain_folder(tmp_path):
 def test_the_name_of_the_file_says_the_format(tmp_path, name):
     assert main(["convert", "demo", str(tmp_path / name), "--type", "Q8_0"]) == 0
     assert ModelFolder.open(tmp_path / name).config.attention == ModelFolder.open(BUNDLED).config.attention
+
+
+@pytest.mark.parametrize(("kind", "value", "words"), [
+    ("q4_0", 70000.0, "0.mlp.up_proj.weight' stored as Q4_0: expected finite values up to 65504, got 70000"),
+    ("f16", -70000.0, "stored as F16: expected finite values up to 65504, got 70000"), ("bf16", 70000.0, None),
+    ("bf16", np.inf, "stored as BF16: expected finite values up to 3.40282e+38, got inf"), ("q8_0", np.nan, "got nan"),
+])  # fmt: skip
+def test_a_weight_that_cannot_be_stored_is_refused(tmp_path, kind, value, words):
+    """A weight beyond float16 would become infinity in a file that nobody can load."""
+    pair = models.write_pair(tmp_path, "llama", lambda name: "F32")
+    weights = load_file(pair.folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][3, 5] = value
+    models.save_file(weights, pair.folder / "model.safetensors")
+    if words is None:
+        to_gguf(ModelFolder.open(pair.folder), tmp_path / "made.gguf", kind)
+        return
+    with pytest.raises(CheckpointError) as found:
+        to_gguf(ModelFolder.open(pair.folder), tmp_path / "made.gguf", kind)
+    assert words in str(found.value) and not (tmp_path / "made.gguf").exists()
 
 
 def test_what_is_not_ternary_is_told(tmp_path, caplog):
