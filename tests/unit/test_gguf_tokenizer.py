@@ -218,6 +218,16 @@ def test_a_piece_that_is_too_long_to_be_cut_everywhere_is_refused(tmp_path):
         Tokenizer.open(write(tmp_path / "bad.gguf", keys))
 
 
+def test_more_tokens_than_any_vocabulary_has_are_refused(tmp_path, monkeypatch):
+    keys = byte_pair_keys(plain(), "gpt-2")
+    path, count = write(tmp_path / "a.gguf", keys), len(keys["tokens"][1][1])
+    monkeypatch.setattr(vocabulary, "MAX_TOKENS", count)
+    assert Tokenizer.open(path).encode("a")
+    monkeypatch.setattr(vocabulary, "MAX_TOKENS", count - 1)
+    with pytest.raises(CheckpointError, match=f"'tokenizer.ggml.tokens': expected at most {count - 1} tokens, got"):
+        Tokenizer.open(path)
+
+
 def test_more_pairs_than_any_vocabulary_has_are_refused(tmp_path, monkeypatch):
     """A small file whose tokens are all parts of a long text would give so many merges that they fill the memory."""
     tokens = ["<unk>", *sorted({"abcd"[begin:end] for begin in range(4) for end in range(begin + 1, 5)})]

@@ -30,6 +30,8 @@ MODEL, TOKENS, TYPES, SCORES, MERGES = (
 )
 WHOLE = "tokenizer.huggingface.json"
 TEMPLATE, TEMPLATES = "tokenizer.chat_template", "tokenizer.chat_templates"
+MAX_TOKENS = 1 << 20
+"""The most tokens of a vocabulary: each may become an object of a hundred characters. Models have at most a quarter."""
 MAX_PIECE_CHARACTERS = 256
 """The longest piece that is merged from others: all its cuts are looked up. SentencePiece makes none over 16."""
 MAX_MERGES = 1 << 20
@@ -65,6 +67,10 @@ class Vocabulary:
         tokens = metadata.get(TOKENS)
         if not isinstance(tokens, list) or not tokens:
             raise CheckpointError(f"{path}: key {quoted(TOKENS)}", expected="a list of tokens", actual=quoted(tokens))
+        if len(tokens) > MAX_TOKENS:
+            raise CheckpointError(
+                f"{path}: key {quoted(TOKENS)}", expected=f"at most {MAX_TOKENS} tokens", actual=len(tokens)
+            )
         types = metadata.get(TYPES)
         if types is None:
             return cls(path, metadata, tokens, np.full(len(tokens), TokenType.NORMAL, np.int64))
