@@ -56,9 +56,10 @@ class StepsInFlight:
     def give_masks(self) -> None:
         """Wait until the tree of the newest step, if it has one, has its masks: the next call may be a long time away.
 
-        The results of all steps before such a tree are known. An error is left to be raised again by `collect`.
+        Not if the result of a step before it is unknown, because the wait for that was interrupted: the masks depend on
+        it. An error is left to be raised again by `collect`.
         """
-        if not self._steps:
+        if self.num_awaited != 1:
             return
         step, _, pending = self._steps[-1]
         if isinstance(step, Speculate) and step.masks is not None:
