@@ -9,6 +9,8 @@ import gguf_models as models
 import pytest
 from hub_server import HubServer
 from hub_shell import Shell
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError
 from cpmrt.weights import hub as hubs
@@ -38,6 +40,25 @@ def test_labels_are_the_shortest_ends_that_mean_one_file():
     assert sorted(labels) == ["IQ4_K_M", "Q4_0", "Q4_K_M", "Q5_0", "Q8_0", "f16"]
     for label in labels:
         assert select_gguf(NAMES, label, "org/m")
+
+
+BOTH = ["M-Q8_0.gguf", "M-Q8_0-00001-of-00002.gguf", "M-Q8_0-00002-of-00002.gguf", "x-M-Q8_0.gguf"]
+
+
+@pytest.mark.parametrize(("wish", "expected"), [
+    ("m-q8_0.gguf", BOTH[:1]), (BOTH[2], BOTH[1:3]), (BOTH[3], BOTH[3:]), ("x-M-Q8_0", BOTH[3:]),
+])  # fmt: skip
+def test_the_whole_name_of_a_file_means_no_other_one(wish, expected):
+    assert select_gguf(BOTH, wish, "org/m") == expected
+    assert gguf_labels(BOTH) == [BOTH[1], BOTH[0], "x-M-Q8_0"]
+    with pytest.raises(CheckpointError, match="got 3 files that end so"):
+        select_gguf(BOTH, "M-Q8_0", "org/m")
+
+
+@given(st.sets(st.lists(st.sampled_from(["M", "q4", "Q4", "-", "."]), min_size=1, max_size=4).map("".join), max_size=6))
+def test_every_label_means_its_file(stems):
+    names = sorted({stem.lower(): f"{stem}.gguf" for stem in stems}.values())
+    assert [select_gguf(names, label, "org/m") for label in gguf_labels(names)] == [[name] for name in names]
 
 
 @pytest.mark.parametrize("wish", ["Q5_K_M", "M", "0", "README.md", "Q6_K", "other/M-Q6_K.gguf", "4_K_M"])
