@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cpmrt.errors import CheckpointError, CpmrtError
+from cpmrt.weights.gguf import header
 from cpmrt.weights.gguf.file import GgufFile, GgufModel
 from cpmrt.weights.gguf.header import MAX_COUNT
 
@@ -115,6 +116,26 @@ def test_more_keys_than_any_model_has_are_refused_unread(tmp_path):
             with GgufFile.open(path) as file:
                 assert len(file.metadata) == count
     with pytest.raises(CheckpointError, match="the number of keys: expected at most 65536, got 65537"):
+        GgufFile.open(path)
+
+
+def test_what_reaches_the_limits_of_the_format_is_read(tmp_path):
+    content = files.good()
+    content.keys = [("k" * 65535, files.value(files.U8, 1)), ("general.alignment", files.value(files.U32, 1 << 20))]
+    content.tensors = [files.Described("n" * 64, (2, 1, 1, 3), 0, bytes(24)), *content.tensors[1:]]
+    content.alignment = 1 << 20
+    with GgufFile.open(content.write(tmp_path / "a.gguf")) as file:
+        assert file.metadata["k" * 65535] == 1 and file.view("n" * 64).shape == (2, 1, 1, 3)
+
+
+def test_a_header_has_a_longest_length(tmp_path, monkeypatch):
+    path = files.good().write(tmp_path / "a.gguf")
+    with GgufFile.open(path) as file:
+        first = min(entry.offset for entry in file.entries.values())
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", first)
+    GgufFile.open(path).close()
+    monkeypatch.setattr(header, "MAX_HEADER_BYTES", first - 40)
+    with pytest.raises(CheckpointError, match="the header is too long: expected at most"):
         GgufFile.open(path)
 
 
