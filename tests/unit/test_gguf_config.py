@@ -10,8 +10,8 @@ from cpmrt.errors import CheckpointError, ConfigError, CpmrtError, UnsupportedMo
 from cpmrt.models.planning import open_weights
 from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.weights.checkpoint import Checkpoint
-from cpmrt.weights.gguf.config import MAX_FACTORS
-from cpmrt.weights.gguf.file import GgufFile
+from cpmrt.weights.gguf.config import MAX_FACTORS, _dtype
+from cpmrt.weights.gguf.file import GgufFile, GgufModel
 from cpmrt.weights.model_folder import ModelFolder
 
 VALUES = [
@@ -119,6 +119,35 @@ def test_scales_that_old_files_lack_are_those_of_the_first_models(good, tmp_path
     assert (config.scale_emb, config.residual_scale, config.logit_divisor) == (12.0, 1.4, 0.125)
 
 
+def test_keys_that_a_file_may_lack(good, tmp_path):
+    names = ("head_count_kv", "layer_norm_rms_epsilon", "key_length", "value_length")
+    lacking = (*(f"minicpm.attention.{name}" for name in names), "minicpm.rope.freq_base")
+    config = opened(changed(good, tmp_path / "a.gguf", without=lacking)).config
+    assert (config.attention.num_heads, config.attention.num_kv_heads) == (2, 2)
+    assert config.attention.head_dim == 128, "that of rope.dimension_count"
+    assert (config.rms_norm_eps, config.rope.theta) == (1e-6, 10000.0)
+    path = changed(good, tmp_path / "a.gguf", without=(*lacking, "minicpm.rope.dimension_count", *PLAIN))
+    assert opened(path).config.attention.head_dim == 16, "embedding_length / head_count"
+
+
+@pytest.mark.parametrize(("matrices", "vectors", "dtype"), [
+    (["F32"], "F16", "float32"), (["F16"], "F32", "float16"), (["F16", "F32"], "F32", "float16"),
+    (["BF16"], "F32", "bfloat16"), (["BF16", "F16"], "F32", "bfloat16"), (["Q8_0"], "F32", "bfloat16"),
+    (["F16", "Q8_0"], "F32", "bfloat16"),
+])  # fmt: skip
+def test_the_type_of_activations_is_that_of_the_matrices(tmp_path, matrices, vectors, dtype):
+    kinds = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2), "Q8_0": (8, 34 / 32)}
+
+    def tensor(name, shape, kind):
+        number, width = kinds[kind]
+        return files.Described(name, shape, number, bytes(int(np.prod(shape) * width)))
+
+    tensors = [tensor(f"{number}.weight", (2, 32), kind) for number, kind in enumerate(matrices)]
+    path = files.Content([], [*tensors, tensor("norm.weight", (32,), vectors)]).write(tmp_path / "a.gguf")
+    with GgufModel.open(path) as model:
+        assert _dtype(model) == dtype
+
+
 def test_a_list_with_one_number_for_all_layers_is_that_number(good, tmp_path):
     value = files.ARRAY, (files.U32, [2, 2])
     path = changed(good, tmp_path / "a.gguf", "minicpm.attention.head_count_kv", value)
@@ -151,6 +180,8 @@ def test_factors_that_would_fill_the_memory_are_refused_unread(good, tmp_path):
     [
         ("none", {}, {"kind": "default"}),
         ("linear", {"factor": 4.0}, {"kind": "linear", "factor": 4.0}),
+        ("linear", {"factor": 1.0}, {"kind": "default"}),
+        ("yarn", {"factor": 1.0}, {"kind": "default"}),
         ("yarn", {"factor": 4.0}, {"kind": "yarn", "factor": 4.0, "original_max_positions": 256}),
         ("yarn", {"factor": 4.0, "attn_factor": 1.0}, {"attention_factor": 0.1 * np.log(4.0) + 1.0}),
         ("yarn", {"factor": 4.0, "yarn_beta_fast": 16.0}, {"beta_fast": 16.0, "beta_slow": 1.0}),
