@@ -135,6 +135,18 @@ def test_minicpm5_is_told_from_its_vocabulary_how_signs_and_letters_are_split(tm
         assert found.encode(text) == apart.encode(text, add_special_tokens=False).ids, text
 
 
+@pytest.mark.parametrize(("pre", "is_first"), [
+    ("llama-bpe", True), ("llama3", True), ("llama-v3", True), ("qwen2", False), ("gpt-2", False), (None, False),
+])  # fmt: skip
+def test_a_file_that_does_not_say_whether_bos_comes_first_is_read_as_llama_cpp_reads_it(tmp_path, pre, is_first):
+    library = plain()
+    start = library.token_to_id("<|im_start|>")
+    keys = byte_pair_keys(library, pre) | {"bos_token_id": (files.U32, start)}
+    assert (Tokenizer.open(write(tmp_path / "a.gguf", keys)).encode("a")[0] == start) == is_first
+    keys |= {"add_bos_token": (files.BOOL, not is_first)}
+    assert (Tokenizer.open(write(tmp_path / "b.gguf", keys)).encode("a")[0] == start) != is_first
+
+
 def test_a_file_without_a_name_splits_as_llama_cpp_does_then(tmp_path):
     found = Tokenizer.open(write(tmp_path / "a.gguf", byte_pair_keys(plain(), None)))
     pieces = [found.decode([token_id]) for token_id in found.encode("abc 1234567 don't!?=+x")]
