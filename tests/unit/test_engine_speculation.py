@@ -11,6 +11,7 @@ from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.repeats import RepeatedText
 from cpmrt.engine.speculation import DraftPolicy
+from cpmrt.engine.stats import AcceptCounts
 from cpmrt.executor import Decode, ExecutorLimits, Release, Speculate, StepParts
 
 
@@ -45,6 +46,51 @@ def test_tokens_behind_a_stop_string_are_taken_back_from_the_counts():
     engine.stop(seq, 9)
     assert (len(seq.token_ids), seq.stats.accept_histogram) == (9, (0, 1, 0, 0, 0, 1))
     assert seq.stats.accept_rates == (1.0,) * 5, "a step that was cut says nothing about what it might have given"
+
+
+@pytest.mark.parametrize(("kept", "histogram"), [
+    (8, (1, 0, 0, 0, 0, 1)), (12, (0, 0, 0, 0, 1, 1)), (13, (0, 0, 0, 0, 0, 2)),
+])  # fmt: skip
+def test_a_stop_string_leaves_the_last_step_what_it_needs(kept, histogram):
+    engine = Engine(ScriptedExecutor(drafting(TreeShape.chain(5)), accuracy=1.0))
+    seq = engine.add(request([1, 2], new=40))
+    while len(seq.token_ids) < 13:
+        engine.advance()
+    engine.stop(seq, kept)
+    assert seq.stats.accept_histogram == histogram
+
+
+SHAPES = (TreeShape.chain(2), TreeShape(1, 8, 8), TreeShape.chain(4))
+STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5), st.booleans()), max_size=12)
+
+
+@given(STEPS, STEPS, st.integers(0, 4))
+def test_accept_rates_are_those_of_their_definition(steps, others, num_cut):
+    """The rate at a depth is the share of steps that accepted a token there, of those that might have: they accepted
+    its parent, have a shape that goes so deep, and were not ended by the end of the text."""
+    limits, counted = ExecutorLimits(1, 64, 16, tree_shapes=SHAPES), list[tuple[int, int, bool]]()
+    total = AcceptCounts(limits)
+    for part in (steps, others):
+        counts = AcceptCounts(limits)
+        part = [(shape, min(given, SHAPES[shape].max_emitted), is_last) for shape, given, is_last in part]
+        for step in part:
+            counts.add(step[0], step[1], is_last=step[2])
+        if part and num_cut:
+            counts.take_back(num_cut)
+            part[-1] = (part[-1][0], max(part[-1][1] - num_cut, 1), True)
+        counts.pass_by()
+        counts.take_back(1)
+        total.merge(counts)
+        counted += part
+    expected = list[float]()
+    for depth in range(1, 5):
+        able = [step for step in counted if SHAPES[step[0]].max_emitted > depth and step[1] >= depth]
+        tried = [given for _, given, is_last in able if given > depth or not is_last]
+        if tried:
+            expected.append(sum(given > depth for given in tried) / len(tried))
+    assert total.rates == pytest.approx(tuple(expected))
+    assert total.num_steps == len(counted) and total.num_tokens == sum(given for _, given, _ in counted)
+    assert total.histogram == [sum(given == number for _, given, _ in counted) for number in range(1, 6)]
 
 
 @pytest.mark.parametrize("accuracy", [0.0, 0.5, 0.9])
