@@ -138,6 +138,7 @@ def test_a_plain_step_takes_the_engine_few_calls(count):
 def test_times_are_those_to_the_first_token_and_from_there_to_the_last():
     seq = Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16))).add(request([1, 2], new=9))
     assert (seq.stats.prefill_s, seq.stats.decode_s) == (0, 0)
+    assert (seq.stats.prefill_tokens_per_s, seq.stats.decode_tokens_per_s) == (0, 0)
     seq.added_at, seq.first_token_at, seq.last_token_at = 10.0, 12.0, 15.0
     seq.token_ids += [3, 4, 5, 6]
     assert (seq.stats.prefill_s, seq.stats.decode_s) == (2, 3)
