@@ -1,6 +1,7 @@
 """The GGUF reader: contents are read unchanged, and malformed files are refused by name."""
 
 import shutil
+from pathlib import Path
 
 import gguf_files as files
 import numpy as np
@@ -91,6 +92,15 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
     assert damage.words in message and str(path) in message and "\n" not in message and len(message) < 1000
 
 
+def test_a_refused_file_is_not_left_in_memory(tmp_path):
+    content = files.good()
+    content.version = 3 << 24
+    path = content.write(tmp_path / "bad.gguf")
+    with pytest.raises(CpmrtError) as found:
+        GgufFile.open(path)
+    assert "big-endian" in str(found.value) and is_mapped(tmp_path) in (False, None)
+
+
 def test_flipped_bytes_of_the_header_do_no_harm(tmp_path):
     """A file with a flipped bit in its header either opens or raises an error of cpmrt that names the file."""
     raw, path = files.good().encoded(), tmp_path / "bad.gguf"
@@ -158,9 +168,38 @@ def test_parts_of_a_split_model_open_from_any_of_them(tmp_path, suffix):
             assert len(model.entries) == 5
 
 
-def test_a_file_that_was_never_split_is_its_only_part(good):
-    with GgufModel.open(good) as model:
+def test_a_closed_model_has_closed_all_parts(tmp_path):
+    with GgufModel.open(files.split(tmp_path)[0]) as model:
+        with pytest.raises(CheckpointError, match=r"model-00001-of-00003\.gguf has no tensor 'other'"):
+            model.view("other")
+        assert is_mapped(tmp_path) in (True, None)
+    for tensor in files.good().tensors:
+        with pytest.raises(CheckpointError, match="is closed"):
+            model.view(tensor.name)
+    assert is_mapped(tmp_path) in (False, None)
+
+
+def is_mapped(folder):
+    """Tell whether a file of a folder is in the memory of this process; None where the system does not say."""
+    maps = Path("/proc/self/maps")
+    return str(folder) in maps.read_text() if maps.exists() else None
+
+
+@pytest.mark.parametrize("said", [{}, {"split.no": 0}, {"split.no": 0, "split.count": 0}, {"split.count": 1}])
+def test_a_file_that_was_never_split_is_its_only_part(tmp_path, said):
+    content = files.good()
+    content.keys += [(key, files.value(files.U16, number)) for key, number in said.items()]
+    with GgufModel.open(content.write(tmp_path / "a.gguf")) as model:
         assert len(model.parts) == 1 and len(model.entries) == 5
+
+
+def test_parts_need_not_say_how_many_tensors_there_are(tmp_path):
+    paths, tensors = files.split(tmp_path), files.good().tensors
+    for number, own in enumerate((tensors[:2], tensors[2:3], tensors[3:])):
+        said = [("split.no", files.value(files.U16, number)), ("split.count", files.value(files.U16, 3))]
+        files.Content(said, own).write(paths[number])
+    with GgufModel.open(paths[0]) as model:
+        assert len(model.parts) == 3 and len(model.entries) == 5
 
 
 @pytest.mark.parametrize("end", ["00001-of-00000", "00000-of-00000", "00000-of-00002", "00003-of-00002"])
@@ -203,7 +242,7 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path, fault, words):
         _rewrite(paths, fault)
     with pytest.raises(CheckpointError) as found:
         GgufModel.open(opened)
-    assert words in str(found.value)
+    assert words in str(found.value) and is_mapped(tmp_path) in (False, None)
 
 
 def _rewrite(paths, fault):
