@@ -138,6 +138,21 @@ def test_what_reaches_the_limits_of_the_format_is_read(tmp_path):
         assert file.metadata["k" * 65535] == 1 and file.view("n" * 64).shape == (2, 1, 1, 3)
 
 
+def test_a_file_without_tensors_may_end_with_its_last_key(tmp_path):
+    content = files.Content([("a", files.value(files.ARRAY, (files.STRING, ["x"] * 9 + [""])))])
+    content.alignment = 1
+    path = content.write(tmp_path / "a.gguf")
+    with GgufFile.open(path) as file:
+        assert file.metadata["a"] == ["x"] * 9 + [""] and not file.entries
+    content.keys = [("a", files.value(files.ARRAY, (files.STRING, ["x", "yz"])))]
+    path.write_bytes(content.encoded()[:-1])
+    with pytest.raises(CheckpointError, match="'a', string 1 reaches beyond the file"):
+        GgufFile.open(path)
+    content.keys = [("a", files.value(files.ARRAY, (files.U64, [1, 2])))]
+    with GgufFile.open(content.write(path)) as file:
+        assert file.metadata["a"].tolist() == [1, 2]
+
+
 def test_a_header_has_a_longest_length(tmp_path, monkeypatch):
     path = files.good().write(tmp_path / "a.gguf")
     with GgufFile.open(path) as file:
