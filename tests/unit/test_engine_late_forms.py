@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import TREE_SHAPES, ScriptedExecutor, masked_token, next_token
-from scripted_forms import Automaton, limits, tokens_of
+from scripted_forms import Automaton, limits, masked_continuation, tokens_of
+from unit.test_prefix_cache import PagedExecutor
 
 from cpmrt.config import Sampling
 from cpmrt.engine import Engine, Request, ThinkingBudget
@@ -100,6 +101,20 @@ def test_a_grammar_that_is_complete_with_its_trigger_ends_the_answer(limits, wis
     seq = engine.add(made)
     if answer[-1] % of == 0:
         assert tokens_of(engine, seq) == answer and seq.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_a_grammar_that_binds_before_the_first_token_leaves_a_token_to_prefill(length):
+    """Where the first token is not kept, the prompt's last token is prefilled again, even if its page is full."""
+
+    class AtOnce(SecondMultiple):
+        def push(self, token):
+            return Bound(Automaton(self.number), is_kept=False)
+
+    engine = Engine(PagedExecutor(limits(num_pages=128, page_size=4)))
+    prompt = tuple(range(length))
+    seq = engine.add(Request(prompt, Sampling(), 3, (), 20, trigger=lambda: AtOnce(7, 1)))
+    assert tokens_of(engine, seq) == masked_continuation(prompt, 7, 3, 20)[0]
 
 
 @pytest.mark.parametrize("max_thinking", [1, 5])
