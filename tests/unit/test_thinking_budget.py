@@ -83,6 +83,17 @@ def test_every_schedule_closes_the_thought_at_the_same_token(limits, wanted, dra
     assert not executor.running, "every slot is released"
 
 
+@pytest.mark.parametrize("num_snapshots", [0, 3])
+def test_cached_tokens_are_those_that_the_prompt_found(num_snapshots):
+    """What a sequence finds in the cache behind a pause, its own prompt, does not count as cached."""
+    engine = Engine(PagedExecutor(paged_limits(max_context=64, prefill_chunk=16, num_snapshots=num_snapshots)))
+    for cached in (0, 8):
+        budget = ThinkingBudget(3, closing_ids)
+        seq = engine.add(Request((8, 9) * 5, Sampling(), 5, (), 12, thinking=budget))
+        assert len([token for result in engine.stream(seq) for token in result.token_ids]) == 12
+        assert seq.token_ids[3:6] == list(CLOSING) and seq.stats.cached_tokens == cached
+
+
 @given(LIMITS, st.integers(1, 6), st.integers(0, 9))
 def test_cancelling_around_the_closing_leaves_nothing(limits, budget, num_read):
     engine = Engine(PagedExecutor(limits))
