@@ -1,4 +1,4 @@
-"""Measures of the time that code takes which other work on the machine disturbs little."""
+"""Measures of the time that code takes which other work on the machine disturbs little, and waiting for an event."""
 
 from __future__ import annotations
 
@@ -28,3 +28,11 @@ def slowness(clock: Callable[[], float]) -> float:
     for i in range(2_000_000):
         table[i & 1023] = i * 3
     return max(1.0, (clock() - begun) / REFERENCE_LOOP_S)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Wait until `condition()` is true. Fails after `timeout_s` seconds, which only guard against hanging."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)

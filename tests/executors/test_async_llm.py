@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import timing
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, AsyncLLM, SamplingParams
@@ -144,10 +145,7 @@ def test_calls_share_steps_with_each_other_and_with_threads(checkpoint):
 
     def listener(step, _):
         if isinstance(step, Decode):
-            deadline = time.monotonic() + 20
-            while not rows and len(llm.shared._generations) + len(llm.shared._commands) < num_asked:
-                assert time.monotonic() < deadline
-                time.sleep(0.001)
+            timing.until(lambda: rows or len(llm.shared._generations) + len(llm.shared._commands) >= num_asked, 20)
             rows.append(len(step.slots))
 
     async def run(llm):

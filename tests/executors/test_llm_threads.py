@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from serving import saying_llm
+from timing import until
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
@@ -47,14 +48,6 @@ def in_thread(call):
     future = pool.submit(call)
     pool.shutdown(wait=False)
     return future
-
-
-def until(condition):
-    """Wait for a condition; in a listener this keeps the engine from going on meanwhile."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("max_sequences", [1, 3])
@@ -153,7 +146,7 @@ def test_threads_share_steps(checkpoint):
 
     def listener(step, _):
         if not steps:
-            until(lambda: len(llm.shared._sleeping) == 3)  # the other callers have asked, and wait for this one
+            until(lambda: len(llm.shared._sleeping) == 3, 20)  # the other callers have asked, and wait for this one
         steps.append(step)
 
     def call(number):
@@ -171,10 +164,10 @@ def test_streams_of_threads_interleave(checkpoint):
 
     def listener(step, _):
         if not steps:
-            until(lambda: llm.shared._sleeping)  # the other thread has asked too
+            until(lambda: llm.shared._sleeping, 20)  # the other thread has asked too
         steps.append(step)
         if len(steps) == 25:
-            until(lambda: {*order} == {"a", "b"})
+            until(lambda: {*order} == {"a", "b"}, 20)
 
     def read(name):
         for _ in llm.stream(name, SamplingParams(max_new_tokens=50, ignore_eos=True)):
@@ -349,7 +342,7 @@ def test_ctrl_c_while_another_thread_drives(checkpoint):
         def listener(step, _):
             drives.set()
             if isinstance(step, Decode) and threading.get_ident() != main:
-                until(lambda: llm.shared._sleeping)
+                until(lambda: llm.shared._sleeping, 20)
                 llm.engine.listener = None
                 signal.pthread_kill(main, signal.SIGINT)
 

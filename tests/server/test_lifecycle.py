@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from serving import saying_llm, serving
-from timing import slowness
+from timing import slowness, until
 
 from cpmrt import LLM
 from cpmrt.errors import RequestError
@@ -35,13 +35,6 @@ def body(text="hi", **fields):
 def endless(folder, delay_s=0.002, **settings):
     """Return a model whose answer has 3,000 tokens, one per step."""
     return saying_llm(folder, lambda prompt: "0123456789" * 300, delay_s=delay_s, **settings)
-
-
-def until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def stalled_stream(server, text="hi", **fields):

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from serving import saying_llm, serving
+from timing import until
 
 from cpmrt import LLM
 from cpmrt.server.prompt_scores import token_logprobs
@@ -175,14 +176,8 @@ def test_a_client_that_leaves_ends_its_scoring(tmp_path):
         head += f"\r\ncontent-length: {len(content)}"
         with socket.create_connection((parts.hostname, parts.port)) as connection:
             connection.sendall(head.encode() + b"\r\n\r\n" + content)
-            deadline = time.monotonic() + 30
-            while len(chunks) < 5:
-                assert time.monotonic() < deadline
-                time.sleep(0.005)
-        slots, deadline = server.engine.llm.engine.slots, time.monotonic() + 8  # a prompt alone takes 9 s
-        while slots.free != (3, 2, 1, 0):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+            until(lambda: len(chunks) >= 5)
+        until(lambda: server.engine.llm.engine.slots.free == (3, 2, 1, 0), 8)  # a prompt alone takes 9 s
         seen = len(chunks)
         time.sleep(0.2)
         assert len(chunks) == seen < 900

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from serving import saying_llm, serving
+from timing import until
 
 from cpmrt import RequestError
 from cpmrt.server.service import Service
@@ -30,13 +31,6 @@ def body(**fields):
 def endless(folder, delay_s):
     """Return a model whose answer has 3,000 tokens, one per step."""
     return saying_llm(folder, lambda prompt: "0123456789" * 300, delay_s=delay_s)
-
-
-def until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def sent(url, path, content, length=None):

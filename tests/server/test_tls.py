@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from serving import saying_llm, serving
+from timing import until
 
 from cpmrt.server import run, tls
 from cpmrt.server.connections import Connections
@@ -34,13 +35,6 @@ def server(tmp_path, certificate, monkeypatch):
         server.connections = connections
         yield server
         until(lambda: not connections._count)
-
-
-def until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def connect(server, receives=None):

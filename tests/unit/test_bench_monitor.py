@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from fake_nvml import BUS_ID, FakeNvml
+from timing import until
 
 from cpmrt.bench import monitor as monitor_module
 from cpmrt.bench.monitor import Monitor
@@ -34,13 +34,6 @@ def watch(tmp_path, seconds=0.2, bus_id=BUS_ID):
     with Monitor(bus_id, sysfs=tmp_path) as monitor:
         until(lambda: len(times := monitor.samples.times_s) > 1 and times[-1] - times[0] >= seconds)
     return monitor
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_every_reading_of_a_server_gpu(nvml, tmp_path):
