@@ -10,6 +10,7 @@ import pytest
 from unit.test_beside_steps import executor, module
 from unit.test_rings import HostMemory
 
+from cpmrt.cuda.driver import host_memory
 from cpmrt.cuda.ops.lightning import COPY_STATE, SlotStates
 from cpmrt.cuda.step import masks as under_test
 from cpmrt.cuda.step.masks import MaskedGraphs, MaskedTree, MaskRing, TreeRing
@@ -22,9 +23,10 @@ NUMBER, ANY, MASKED = 5, 1, 2
 
 
 @pytest.fixture(autouse=True)
-def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     HostMemory.all = []
-    monkeypatch.setattr(under_test, "HostBuffer", HostMemory)
+    for patched in (host_memory, under_test):
+        monkeypatch.setattr(patched, "HostBuffer", HostMemory)
 
 
 def ready(ring: MaskRing) -> list[int]:

@@ -14,6 +14,7 @@ import pytest
 from reference.quantised_models import CASES, raw_tensors, write_quantised, write_safetensors
 
 from cpmrt.config import EngineConfig
+from cpmrt.cuda.driver import host_memory
 from cpmrt.cuda.load import repack, upload
 from cpmrt.cuda.ops.linear_packed.layout import packed_layout
 from cpmrt.cuda.precompile import known_device
@@ -82,6 +83,12 @@ class HostMemory:
 
     def close(self) -> None:
         self.bytes[:] = 0xA5
+
+    def __enter__(self) -> HostMemory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class Device:
@@ -164,9 +171,7 @@ def device(request: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
         module = ModuleType(name)
         vars(module).update(names)
         monkeypatch.setitem(sys.modules, name, module)
-    memory = ModuleType("cpmrt.cuda.driver.host_memory")
-    vars(memory)["HostBuffer"] = HostMemory
-    monkeypatch.setitem(sys.modules, memory.__name__, memory)
+    monkeypatch.setattr(host_memory, "HostBuffer", HostMemory)
     monkeypatch.setattr(upload, "launch", lambda stream, kernel, grid, block, smem, args: made(*kernel, 1, 1, *args))
     return made
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from cpmrt.config import Sampling
+from cpmrt.cuda.driver import host_memory
 from cpmrt.cuda.driver.graphs import LaunchQueue
-from cpmrt.cuda.step import rings as rings_module
 from cpmrt.cuda.step.rings import Rings, WithCertain
 from cpmrt.cuda.step.structs import COMMAND, DECODE, NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES, SPECULATE
 from cpmrt.errors import DeviceError, RequestError
@@ -33,6 +33,12 @@ class HostMemory:
     def array(self, dtype):
         return self.bytes.view(dtype)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        raise AssertionError("closed, though there was room")
+
 
 class Device:
     """A pretended device that answers launched commands when it is told to."""
@@ -52,7 +58,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch) -> Iterator[Device]:
     HostMemory.all = []
-    monkeypatch.setattr(rings_module, "HostBuffer", HostMemory)
+    monkeypatch.setattr(host_memory, "HostBuffer", HostMemory)
     made = Device()
     runtime = SimpleNamespace(streamQuery=lambda stream: made.status, CUDARuntimeError=lambda status: f"error {status}")
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())

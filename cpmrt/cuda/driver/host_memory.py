@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -60,3 +60,11 @@ class HostBuffer:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def host_buffers(*sizes: int) -> tuple[HostBuffer, ...]:
+    """Return a buffer of each size in bytes. If one cannot be had, those before it are freed. Raises as HostBuffer."""
+    with ExitStack() as stack:
+        buffers = tuple([stack.enter_context(HostBuffer(nbytes)) for nbytes in sizes])
+        stack.pop_all()
+        return buffers

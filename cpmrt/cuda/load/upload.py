@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.host_memory import host_buffers
 from cpmrt.cuda.driver.launch import launch
 from cpmrt.cuda.load import repack
 from cpmrt.cuda.load.read import NUM_SLOTS, SLOT_BYTES, ReadJob, in_file_order, plan_reads, read_all
@@ -147,8 +148,6 @@ class Upload:
     def __init__(self, to: Destination, jobs: Sequence[ReadJob], faults: Mapping[tuple[str, str], Path]):
         from cupy.cuda import Event, runtime
 
-        from cpmrt.cuda.driver.host_memory import HostBuffer
-
         self._to, self._runtime, self._stream = to, runtime, to.launch.stream
         converted = [job for job in jobs if job.stored not in (None, to.dtype)]
         self._converters = {
@@ -160,12 +159,7 @@ class Upload:
         num_slots = max(1, min(NUM_SLOTS, len(jobs)))
         self._next_slot = 0
         self._events = [Event(block=True, disable_timing=True) for _ in range(num_slots)]
-        self._ring = HostBuffer(num_slots * SLOT_BYTES)
-        try:
-            self._fault_words = HostBuffer(4 * max(len(self._faults), 1))
-        except BaseException:
-            self._ring.close()
-            raise
+        self._ring, self._fault_words = host_buffers(num_slots * SLOT_BYTES, 4 * max(len(self._faults), 1))
         ring = self._ring.array(np.uint8).data
         self._slots = [ring[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] for slot in range(num_slots)]
 

@@ -10,7 +10,7 @@ from time import perf_counter
 import numpy as np
 
 from cpmrt.cuda.driver.graphs import Graphs
-from cpmrt.cuda.driver.host_memory import HostBuffer
+from cpmrt.cuda.driver.host_memory import HostBuffer, host_buffers
 from cpmrt.cuda.step.structs import RING_ENTRIES
 from cpmrt.errors import MaskError
 from cpmrt.executor import MAX_ROWS, Mask, TreeMasks
@@ -27,8 +27,8 @@ class MaskRing:
 
     def __init__(self, num_rows: int, vocab_size: int):
         self.num_rows, self.num_words = num_rows, -(-vocab_size // 32)
-        self._ready = HostBuffer(RING_ENTRIES * num_rows * 8)
-        self._bits = HostBuffer(RING_ENTRIES * num_rows * self.num_words * 4)
+        entries = RING_ENTRIES * num_rows
+        self._ready, self._bits = host_buffers(entries * 8, entries * self.num_words * 4)
         self._ready_words = self._ready.array(np.uint64).reshape(RING_ENTRIES, num_rows)
         self._bit_bytes = self._bits.array(np.uint8).reshape(RING_ENTRIES, num_rows, self.num_words * 4)
         last = vocab_size % 8
@@ -90,8 +90,12 @@ class TreeRing:
     """Trees of Speculate commands, as the device reports them, and the masks of their nodes on the way back."""
 
     def __init__(self, vocab_size: int):
-        self.masks = MaskRing(MAX_ROWS, vocab_size)
         self._nodes = HostBuffer(RING_ENTRIES * MAX_ROWS * 8)
+        try:
+            self.masks = MaskRing(MAX_ROWS, vocab_size)
+        except BaseException:
+            self._nodes.close()
+            raise
         self._words = self._nodes.array(np.uint64)
 
     @property

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpmrt.cuda.driver.host_memory import HostBuffer
+from cpmrt.cuda.driver.host_memory import host_buffers
 from cpmrt.cuda.step.commands import command_bytes, write_certain, write_slots, write_step
 from cpmrt.cuda.step.structs import (
     CUT_NODE,
@@ -53,8 +53,9 @@ class Rings:
     def __init__(self, stream: Stream, prefill_chunk: int, pages_per_sequence: int, vocab_size: int):
         self._stream, self._vocab_size = stream, vocab_size
         self.command_bytes = command_bytes(prefill_chunk, pages_per_sequence)
-        self._commands = HostBuffer(RING_ENTRIES * self.command_bytes)
-        self._results = HostBuffer(RING_ENTRIES * RESULT_RECORD.itemsize)
+        self._commands, self._results = host_buffers(
+            RING_ENTRIES * self.command_bytes, RING_ENTRIES * RESULT_RECORD.itemsize
+        )
         self._entries = self._commands.array(np.uint8).reshape(RING_ENTRIES, -1)
         records = self._results.array(RESULT_RECORD)
         # Python reads a memoryview several times faster than an array's scalars.
