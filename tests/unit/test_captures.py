@@ -12,7 +12,7 @@ from cpmrt.cuda.driver.graphs import Graphs
 from cpmrt.cuda.step.launches import run_on_padding
 from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError
 
-NO_MEMORY, FAULT = 2, 700
+NO_MEMORY, FAULT, SPOILED = 2, 700, 901
 
 
 class CudaError(Exception):
@@ -79,3 +79,24 @@ def test_what_runs_before_a_capture_says_so_too() -> None:
     graphs: Any = SimpleNamespace(flush=lambda: None)
     with pytest.raises(DeviceError, match="the GPU failed"):
         run_on_padding(launcher, graphs, slots, lambda: None)
+
+
+def test_what_fails_within_a_capture_is_what_is_said() -> None:
+    """A launch that fails also spoils the capture, whose end then fails too: the first error is the reason."""
+
+    def launches() -> None:
+        raise MemoryPlanError("no room for the kernel")
+
+    graphs = Graphs(Stream("end_capture", SPOILED), enabled=True)  # type: ignore[arg-type]
+    with pytest.raises(MemoryPlanError, match="no room for the kernel"):
+        graphs.add("step", launches)
+
+
+@pytest.mark.parametrize("call", ["begin_capture", "end_capture"])
+def test_after_a_failed_capture_nothing_is_captured(call: str) -> None:
+    """A loop outside of captures runs at once; it must not count as part of the capture that failed."""
+    graphs, done = Graphs(Stream(call, NO_MEMORY), enabled=True), list[str]()  # type: ignore[arg-type]
+    with pytest.raises(MemoryPlanError):
+        graphs.add("step", lambda: None)
+    graphs.loop(lambda: done.append("body"), lambda handle: done.append("end"), 2)
+    assert done == ["body", "end"] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
@@ -54,16 +55,25 @@ class Graphs:
         self._sequences[key] = launches
         if not self._enabled:
             return
-        parts: list[Callable[[], None]] = []
-        self._captured[key] = self._parts = parts
         with device_faults(), self._stream:
+            self._captured[key] = self._capture(launches)
+
+    def _capture(self, launches: Callable[[], None]) -> list[Callable[[], None]]:
+        """Return functions that launch the graphs of `launches`: one, or with loops in it those between them too."""
+        self._parts = parts = list[Callable[[], None]]()
+        try:
             self._stream.begin_capture()
-            try:
-                launches()
-                self._release()
-            finally:
-                self._end_part(parts)
-                self._parts = None
+            launches()
+            self._release()
+        except BaseException:
+            with suppress(self._error):  # the capture is spoiled, or a loop has failed between two of them
+                self._stream.end_capture()
+            raise
+        else:
+            self._end_part(parts)
+        finally:
+            self._parts = None
+        return parts
 
     def loop(self, body: Callable[[], None], goes_on: Callable[[np.uint64], None], at_most: int) -> None:
         """Launch `body` again and again, at least once, until the kernel that `goes_on` launches ends the loop.
