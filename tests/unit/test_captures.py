@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from cpmrt.cuda.driver.graphs import Graphs
+from cpmrt.cuda.driver.graphs import Graphs, LoopGraph
 from cpmrt.cuda.step.launches import run_on_padding
 from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError
 
@@ -100,3 +102,45 @@ def test_after_a_failed_capture_nothing_is_captured(call: str) -> None:
         graphs.add("step", lambda: None)
     graphs.loop(lambda: done.append("body"), lambda handle: done.append("end"), 2)
     assert done == ["body", "end"] * 2
+
+
+class Driver:
+    """Stand-in for the driver's bindings whose function `fails_at` fails; `held` has the graphs that are not freed."""
+
+    def __init__(self, fails_at: str) -> None:
+        self._fails_at, self.held = fails_at, set[str]()
+        self.CU_GRAPH_COND_ASSIGN_DEFAULT = 1
+        self.CUstreamCaptureMode = self.CUgraphNodeType = self.CUgraphConditionalNodeType = MagicMock()
+        self.CUgraphNodeParams = MagicMock()
+        self.cuGraphDestroy = self.cuGraphExecDestroy = self.held.discard
+
+    def __getattr__(self, name: str) -> Callable[..., tuple[int, Any]]:
+        made = {"cuGraphCreate": "graph", "cuGraphInstantiate": "executable"}.get(name)
+
+        def call(*arguments: Any) -> tuple[int, Any]:
+            if name == self._fails_at:
+                return NO_MEMORY, None
+            if made is not None:
+                self.held.add(made)
+            return 0, made or 1
+
+        return call
+
+
+@pytest.mark.parametrize("call", [
+    "cuCtxGetCurrent", "cuGraphAddNode_v2", "cuStreamBeginCaptureToGraph", "cuStreamEndCapture", "cuGraphInstantiate",
+    "cuGraphUpload",
+])  # fmt: skip
+def test_a_loop_that_cannot_be_captured_is_freed(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver: Any = Driver(call)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    stream: Any = Stream()
+    stream.ptr = 1
+    with pytest.raises(CudaError):
+        LoopGraph(stream, lambda handle: None)
+    assert not driver.held
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=(other := Driver("none"))))
+    loop = LoopGraph(stream, lambda handle: None)
+    assert other.held == {"graph", "executable"}
+    loop.close()
+    assert not other.held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
@@ -215,8 +215,21 @@ class LoopGraph:
     def __init__(self, stream: Stream, body: Callable[[np.uint64], None]):
         from cuda.bindings import driver
 
-        self._stream = stream
-        self._graph = checked(driver.cuGraphCreate(0))
+        self._stream, self._launch = stream, driver.cuGraphLaunch
+        with ExitStack() as on_failure:
+            self._graph = checked(driver.cuGraphCreate(0))
+            on_failure.callback(driver.cuGraphDestroy, self._graph)
+            self._capture(body)
+            self._executable = checked(driver.cuGraphInstantiate(self._graph, 0))
+            on_failure.callback(driver.cuGraphExecDestroy, self._executable)
+            checked(driver.cuGraphUpload(self._executable, stream.ptr))
+            on_failure.pop_all()
+
+    def _capture(self, body: Callable[[np.uint64], None]) -> None:
+        """Give the graph its WHILE node, and the node what `body` launches."""
+        from cuda.bindings import driver
+
+        stream = self._stream
         context, always = checked(driver.cuCtxGetCurrent()), int(driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
         handle = checked(driver.cuGraphConditionalHandleCreate(self._graph, context, 1, always))
         body_graph = _add_while_node(self._graph, context, handle)
@@ -228,9 +241,6 @@ class LoopGraph:
         finally:
             captured = driver.cuStreamEndCapture(stream.ptr)
         checked(captured)
-        self._executable = checked(driver.cuGraphInstantiate(self._graph, 0))
-        checked(driver.cuGraphUpload(self._executable, stream.ptr))
-        self._launch = driver.cuGraphLaunch
 
     def launch(self) -> None:
         """Start it on its stream; waits for nothing. Raises CUDARuntimeError."""
