@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import StepProduct
+from cpmrt.cuda.ops.linear import QkvRest, ResidualRest, StepProduct
 from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout, packed_layout
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType, from_float32, round_to
@@ -156,14 +156,15 @@ class OnDevice:
         tables = d["rope"], d["positions"], d["locations"], d["slots"], d["block_tables"]
         heads = np.int32(case.num_heads if case.head_dim else 0), np.int32(case.num_kv_heads)
         rest: dict[str, tuple[Any, ...]] = {
-            "qkv": (d["bias"], *tables, rows, *heads, *map(np.int32, (MAX_CONTEXT // PAGE_SIZE, MAX_CONTEXT)), eps),
-            "residual": (d["bias"], rows, width, np.float32(SCALE)),
+            "qkv": QkvRest(*tables, rows, *heads, *map(np.int32, (MAX_CONTEXT // PAGE_SIZE, MAX_CONTEXT)), eps),
+            "residual": ResidualRest(rows, width, np.float32(SCALE)),
             "gate_up": (rows, width, eps),
             "head": (rows, width, eps, np.float32(DIVISOR)),
         }
         norm = None if case.product == "residual" else d["norm"]
         threshold = case.arrays.get("fatrelu")
-        return StepProduct(case.product, outputs, d["x"], norm, EPS, rest[case.product], case.head_dim, threshold)
+        operands = rest[case.product], d["bias"], case.head_dim, threshold
+        return StepProduct(case.product, outputs, d["x"], norm, EPS, *operands)
 
     def words(self, num_rows: int, outputs: tuple[Any, ...]) -> Any:
         """Return the words of the rows, and check that everything else is untouched.

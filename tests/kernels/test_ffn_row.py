@@ -23,7 +23,7 @@ from row_layer_cases import (
 )
 
 from cpmrt.cuda.build.launcher import Launcher
-from cpmrt.cuda.ops.linear import StepProduct
+from cpmrt.cuda.ops.linear import ResidualRest, StepProduct
 from cpmrt.cuda.ops.linear_packed.ffn_row import FfnRowPlan, HeldFfn
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.dtypes import DType
@@ -109,7 +109,8 @@ class Mlp:
         """Offer both products and return whether each is held; one that is not is launched."""
         x, inner = np.repeat(self.x, rows, axis=0) if rows > 1 else self.x, self.inner
         gate_up = StepProduct("gate_up", (inner,), x, np.zeros(1024), EPS, ())  # type: ignore[arg-type]
-        added = StepProduct("residual", (x if to is None else to,), inner, None, 0.0, (bias, np.float32(0.2)))  # type: ignore[arg-type]
+        rest = ResidualRest(np.int32(1), np.int32(1024), np.float32(0.2))
+        added = StepProduct("residual", (x if to is None else to,), inner, None, 0.0, rest, bias)  # type: ignore[arg-type]
         taken = []
         for product, weight in ((gate_up, self.gate_up), (added, down or self.down)):
             launch_one = partial(self.paper, SimpleNamespace(name=product.kind))

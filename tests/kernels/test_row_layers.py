@@ -19,7 +19,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import Operands
 from cpmrt.cuda.ops.attention.attention import step_launch
 from cpmrt.cuda.ops.attention.decode import DECODE_ATTENTION, AttentionScratch, DecodePlan, attend_rows
-from cpmrt.cuda.ops.linear import StepProduct
+from cpmrt.cuda.ops.linear import QkvRest, ResidualRest, StepProduct
 from cpmrt.cuda.ops.linear_packed.held_layers import OPERANDS, SHARED
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts
@@ -100,7 +100,7 @@ class Stack:
         rows = Rows(place, place, slots, table, False, kind=RowKind("short"))
         one, eps = np.int32(1), np.float32(EPS)
         counts = (one, *map(np.int32, (shape.heads, shape.kv_heads, PAGES, PAGES * PAGE_SIZE)))
-        add, sizes = (None, one, np.int32(shape.hidden), SCALE), (one, np.int32(shape.inner), eps)
+        add, sizes = ResidualRest(one, np.int32(shape.hidden), SCALE), (one, np.int32(shape.inner), eps)
         for layer, (weights, norms) in enumerate(zip(self.layers, self.norms, strict=True)):
             given = Operands(out, q, KVPages(*pages[layer], None), rows, shape.head_dim**-0.5)
             launch = step_launch(self.plan, 1, is_tree=False)
@@ -113,8 +113,9 @@ class Stack:
                 ("down", StepProduct("residual", (x,), inner, None, 0.0, add)),
             ]  # fmt: skip
             if layer + 1 < LAYERS or ends == "qkv":
-                rest = self.biases[layer], self.rope, place, None, slots, table, *counts, eps
-                product = StepProduct("qkv", (q, *pages[layer + 1]), x, norms["qkv"], EPS, rest, shape.head_dim)
+                rest, outputs = QkvRest(self.rope, place, None, slots, table, *counts, eps), (q, *pages[layer + 1])
+                bias, head_dim = self.biases[layer], shape.head_dim
+                product = StepProduct("qkv", outputs, x, norms["qkv"], EPS, rest, bias, head_dim)
                 steps.append(("qkv", product))
             for name, product in steps:
                 products.step(product, weights[name], NOTHING)
@@ -198,17 +199,18 @@ class Ops:
             "L": Operands(out, q, kv, replace(rows, kind=ANY_ROWS), scale),
             "F": Operands(out, q, replace(kv, k=fp8), rows, scale),
         }
-        add = (one, np.int32(shape.hidden), SCALE)
+        add = ResidualRest(one, np.int32(shape.hidden), SCALE)
         counts = (one, *map(np.int32, (heads.num_heads, heads.num_kv_heads, 2, 128)))
-        rest = (norm, np.zeros((2, 128, head_dim // 2), np.float32), place, None, place, table, *counts, eps)
-        plain = (*(None,) * 6, *counts, eps)
+        rope = np.zeros((2, 128, head_dim // 2), np.float32)
+        rest = QkvRest(rope, place, None, place, table, *counts, eps)
+        plain = QkvRest(*(None,) * 5, *counts, eps)
         self.known = {
-            "o": (StepProduct("residual", (x,), out, None, 0.0, (None, *add)), layouts["o"]),
-            "O": (StepProduct("residual", (x,), out, None, 0.0, (norm, *add)), layouts["o"]),
+            "o": (StepProduct("residual", (x,), out, None, 0.0, add), layouts["o"]),
+            "O": (StepProduct("residual", (x,), out, None, 0.0, add, norm), layouts["o"]),
             "g": (StepProduct("gate_up", (inner,), x, norm, EPS, (one, one, eps)), layouts["gate_up"]),
-            "d": (StepProduct("residual", (x,), inner, None, 0.0, (None, *add)), layouts["down"]),
-            "q": (StepProduct("qkv", (q, *pages[:2]), x, norm, EPS, rest, head_dim), layouts["qkv"]),
-            "Q": (StepProduct("qkv", (q, None, None), x, norm, EPS, plain, head_dim), layouts["qkv"]),
+            "d": (StepProduct("residual", (x,), inner, None, 0.0, add), layouts["down"]),
+            "q": (StepProduct("qkv", (q, *pages[:2]), x, norm, EPS, rest, norm, head_dim), layouts["qkv"]),
+            "Q": (StepProduct("qkv", (q, None, None), x, norm, EPS, plain, None, head_dim), layouts["qkv"]),
         }
 
     def run(self, letters: str) -> list[str]:

@@ -14,7 +14,7 @@ from linear_cases import EPS, H200, ORIN, RTX_4090, bits, normals, older
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import StepProduct
+from cpmrt.cuda.ops.linear import QkvRest, ResidualRest, StepProduct
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.cuda.ops.linear_packed.row_layers import joins_products, plan_layer
@@ -61,7 +61,7 @@ class Layer:
         launcher = cuda.launcher(dtype, pdl=pdl)
         arrays = {"packed_counter": self.counter} if together else {}
         products, one = PackedProducts(launcher, None, arrays, self.device), np.int32(1)
-        add = (None, one, np.int32(shape.hidden), SCALE)
+        add = ResidualRest(one, np.int32(shape.hidden), SCALE)
         attention = cuda.array(self.attention, dtype)
         place, slot = (cuda.array(np.array([value], np.int32)) for value in (POSITION, 0))
         counts = map(np.int32, (1, shape.heads, shape.kv_heads, PAGES, PAGES * PAGE_SIZE))
@@ -73,9 +73,9 @@ class Layer:
             ("down", StepProduct("residual", (x,), inner, None, 0.0, add)),
         ]
         if follows:
-            rest = self.bias, self.rope, place, None, slot, self.table, *counts, eps
+            rest = QkvRest(self.rope, place, None, slot, self.table, *counts, eps)
             targets = pages if stored else (None, None)
-            product = StepProduct("qkv", (q, *targets), x, self.norms["qkv"], EPS, rest, shape.head_dim)
+            product = StepProduct("qkv", (q, *targets), x, self.norms["qkv"], EPS, rest, self.bias, shape.head_dim)
             steps.append(("qkv", product))
         for name, product in steps:
             products.step(product, self.weights[name], NOTHING)
@@ -173,17 +173,17 @@ class Layers:
         self.products, self.others = (PackedProducts(self.launcher, None, arrays, device) for _ in range(2))
         x, inner, attention, norm = (np.zeros((1, size), np.uint16) for size in (256, 640, 512, 256))
         one, eps = np.int32(1), np.float32(EPS)
-        add, add_bias = (None, one, one, SCALE), (norm, one, one, SCALE)
-        rest = (*(None,) * 6, *(one,) * 5, eps)
+        add = ResidualRest(one, one, SCALE)
+        rest = QkvRest(*(None,) * 5, *(one,) * 5, eps)
         up = StepProduct("gate_up", (inner,), x, norm, EPS, (one, one, eps))
         self.known = {
             "o": (StepProduct("residual", (x,), attention, None, 0.0, add), layouts["o"]),
-            "O": (StepProduct("residual", (x,), attention, None, 0.0, add_bias), layouts["o"]),
+            "O": (StepProduct("residual", (x,), attention, None, 0.0, add, norm), layouts["o"]),
             "g": (up, layouts["gate_up"]),
             "d": (StepProduct("residual", (x,), inner, None, 0.0, add), layouts["down"]),
-            "D": (StepProduct("residual", (x,), inner, None, 0.0, (*add[:3], eps)), layouts["down"]),
-            "q": (StepProduct("qkv", (x, x, x), x, norm, EPS, rest, 64), layouts["qkv"]),
-            "Q": (StepProduct("qkv", (x, x, x), x, None, EPS, rest, 64), layouts["qkv"]),
+            "D": (StepProduct("residual", (x,), inner, None, 0.0, add._replace(scale=eps)), layouts["down"]),
+            "q": (StepProduct("qkv", (x, x, x), x, norm, EPS, rest, None, 64), layouts["qkv"]),
+            "Q": (StepProduct("qkv", (x, x, x), x, None, EPS, rest, None, 64), layouts["qkv"]),
         }
 
     def run(self, letters: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -81,14 +81,41 @@ LINEAR = {
 }
 
 
+class QkvRest(NamedTuple):
+    """The last arguments of a "qkv" product: the table of RoPE, the rows' places, and sizes.
+
+    With pages `rope` [2, num_positions, head_dim / 2], `positions`, `slots` and `block_tables` must not be None.
+    """
+
+    rope: DeviceArray | None
+    positions: DeviceArray | None
+    locations: DeviceArray | None
+    slots: DeviceArray | None
+    block_tables: DeviceArray | None
+    num_rows: np.int32
+    num_heads: np.int32
+    num_kv_heads: np.int32
+    pages_per_sequence: np.int32
+    num_positions: np.int32
+    eps: np.float32
+
+
+class ResidualRest(NamedTuple):
+    """The last arguments of a "residual" product: its rows, their columns, and the factor of what is added to them."""
+
+    num_rows: np.int32
+    width: np.int32
+    scale: np.float32
+
+
 @dataclass(frozen=True, slots=True)
 class StepProduct:
     """The operands of a product of a step's rows as the kernel takes them, except for the weight, 16-bit or packed.
 
     `x` [T, K], or wider, are the rows, of which the first K columns enter the product, normalised unless `norm` is None
-    ("residual" products have none). `outputs` are the kernel's first arguments, `rest` those after the weight.
-    `head_dim` is that of a "qkv" product, `fatrelu` the activation of a "gate_up" product, as in
-    `config.layers.GatedMlp`.
+    ("residual" products have none). `outputs` are the kernel's first arguments, `rest` its last, of a "qkv" product a
+    QkvRest, of a "residual" product a ResidualRest. Only these two kinds have a `bias`. `head_dim` is that of a "qkv"
+    product, `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`.
     """
 
     kind: Product
@@ -97,6 +124,7 @@ class StepProduct:
     norm: DeviceArray | None
     eps: float
     rest: tuple[KernelArgument, ...]
+    bias: DeviceArray | None = None
     head_dim: int = 0
     fatrelu: float | None = None
 
@@ -113,7 +141,8 @@ class StepProduct:
     ) -> tuple[KernelArgument, ...]:
         """Return the kernel's arguments, with the rows and the weight in the form in which it reads them."""
         norm = () if self.kind == "residual" else (self.norm,)
-        return (*self.outputs, *more_outputs, x, *norm, *weight, *self.rest)
+        bias = (self.bias,) if self.kind in ("qkv", "residual") else ()
+        return (*self.outputs, *more_outputs, x, *norm, *weight, *bias, *self.rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from cpmrt.cuda.ops.attention.qkv import HeldRowAttention, hold_qkv
 from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, nodes_of, scales_of
-from cpmrt.cuda.ops.linear import StepProduct, float_bits, launch_linear
+from cpmrt.cuda.ops.linear import QkvRest, ResidualRest, StepProduct, float_bits, launch_linear
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts, packed_workspace
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
@@ -107,17 +107,19 @@ class Products:
             slots=rows.slots, block_tables=rows.block_tables, q_nope=q_nope, nope=nope,
         )  # fmt: skip
         _, num_kv_heads, _, head_dim = kv.k.shape
-        num_positions = 0 if rope is None else rope.shape[1]
         if is_attended and self._attention is not None and q_nope is None and not rows.is_prefill:
             held = hold_qkv(self._attention, self._device, kv, x, weights, rope, rows, eps)
             if held is not None:
                 return Handoff(held)
-        counts = len(x), q.shape[1] // head_dim, num_kv_heads, rows.block_tables.shape[1], num_positions
-        places = rope, rows.positions, rows.locations, rows.slots, rows.block_tables
-        rest = (*places, *map(np.int32, counts), np.float32(eps))
+        rest = QkvRest(
+            rope, rows.positions, rows.locations, rows.slots, rows.block_tables, num_rows=np.int32(len(x)),
+            num_heads=np.int32(q.shape[1] // head_dim), num_kv_heads=np.int32(num_kv_heads),
+            pages_per_sequence=np.int32(rows.block_tables.shape[1]),
+            num_positions=np.int32(0 if rope is None else rope.shape[1]), eps=np.float32(eps),
+        )  # fmt: skip
 
         def project(*outputs: KernelArgument) -> Handoff:
-            product = StepProduct("qkv", outputs, x, weights.norm, eps, (weights.bias, *rest), head_dim)
+            product = StepProduct("qkv", outputs, x, weights.norm, eps, rest, weights.bias, head_dim)
             return self._step(product, weights.weight)
 
         assert self._qkv is not None, "planned without grouped attention"
@@ -136,15 +138,15 @@ class Products:
 
     def _append(
         self, q: DeviceArray, kv: KVPages, raw: DeviceArray, bias: DeviceArray | None, weights: QkvWeights,
-        nope: tuple[DeviceArray | None, DeviceArray | None], rest: tuple[KernelArgument, ...], rows: Rows,
+        nope: tuple[DeviceArray | None, DeviceArray | None], rest: QkvRest, rows: Rows,
     ) -> None:  # fmt: skip
-        """Store q, k and v of a projection [T, QKV] after bias, the norms of heads and RoPE (`rest[0]` is its table).
+        """Store q, k and v of a projection [T, QKV] after bias, the norms of heads and RoPE.
 
         Keys and values go to the pages; those of a tree's nodes go beside fp8 pages.
         """
         head_dim, is_fp8 = kv.k.shape[3], isinstance(kv.k, Fp8Pages)
         keeps_nodes = is_fp8 and rows.tree_masks is not None
-        constants = RopeConstants(head_dim, is_fp8, None if rest[0] is not None else True, keeps_nodes or None)
+        constants = RopeConstants(head_dim, is_fp8, None if rest.rope is not None else True, keeps_nodes or None)
         targets: tuple[DeviceArray | None, ...] = codes_of(kv.k), codes_of(kv.v)
         scales = scales_of(kv.k, kv.v)
         if keeps_nodes:
@@ -166,9 +168,9 @@ class Products:
         if is_prefill:
             self._dense(out, self._normalised(x, norm, eps), weight)
             return
-        counts = len(x), out.shape[1] // PLAIN_HEAD_DIM, 0, 0, 0
-        rest = (*(None,) * 6, *map(np.int32, counts), np.float32(eps))
-        self._step(StepProduct("qkv", (out, None, None), x, norm, eps, rest, PLAIN_HEAD_DIM), weight)
+        num_heads, none = np.int32(out.shape[1] // PLAIN_HEAD_DIM), np.int32(0)
+        rest = QkvRest(None, None, None, None, None, np.int32(len(x)), num_heads, none, none, none, np.float32(eps))
+        self._step(StepProduct("qkv", (out, None, None), x, norm, eps, rest, head_dim=PLAIN_HEAD_DIM), weight)
 
     def project_residual(
         self,
@@ -191,8 +193,8 @@ class Products:
                 return
             held.launch(self._launch)
         if not is_prefill:
-            rest = bias, num_rows, np.int32(x.shape[1]), factor
-            self._step(StepProduct("residual", (x,), inner, None, 0.0, rest), weight, after, ahead)
+            rest = ResidualRest(num_rows, np.int32(x.shape[1]), factor)
+            self._step(StepProduct("residual", (x,), inner, None, 0.0, rest, bias), weight, after, ahead)
         elif bias is None:
             self._dense(x, inner, weight, alpha=scale, beta=1.0)
         else:

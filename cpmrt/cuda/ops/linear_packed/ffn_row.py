@@ -14,9 +14,9 @@ import numpy as np
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import StepProduct
+from cpmrt.cuda.ops.linear import ResidualRest, StepProduct
 from cpmrt.cuda.ops.linear_packed.constants import LinearPackedConstants
 from cpmrt.cuda.ops.linear_packed.held_layers import HeldProduct
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, PackedLayout, PackedWeight, whole_lines
@@ -109,11 +109,11 @@ class HeldFfn:
         """Whether the product is the down product of the gate_up product that is held, in a launch that is planned."""
         if len(self._held) != 1 or product.kind != "residual":
             return False
-        (gate_up,), (x,), bias = self._held, product.outputs, product.rest[0]
-        is_linked = gate_up.product.outputs[0] is product.x and gate_up.product.x is x and bias is None
+        (gate_up,), (x,) = self._held, product.outputs
+        is_linked = gate_up.product.outputs[0] is product.x and gate_up.product.x is x and product.bias is None
         return is_linked and _plan(gate_up.weight.layout, weight.layout, self._device) is not None
 
-    def launch_sums(self, x: DeviceArray) -> tuple[DeviceArray | None, KernelArgument]:
+    def launch_sums(self, x: DeviceArray) -> tuple[DeviceArray | None, np.float32]:
         """Launch what is held, if it is to be added to `x`; return the sums and what they are multiplied by.
 
         None where nothing has to be added any more.
@@ -121,14 +121,14 @@ class HeldFfn:
         if len(self._held) != 2 or self._held[1].product.outputs[0] is not x:
             return None, np.float32(0)
         (gate_up, down), self._held = self._held, []
-        plan = _plan(gate_up.weight.layout, down.weight.layout, self._device)
-        assert plan is not None
+        plan, rest = _plan(gate_up.weight.layout, down.weight.layout, self._device), down.product.rest
+        assert plan is not None and isinstance(rest, ResidualRest)
         self._launch(
             FFN_ROW, gate_up.product.built(plan.constants), plan.grid, plan.constants.warps * 32,
             self._sums, x, gate_up.product.norm, gate_up.weight.data, down.weight.data, np.float32(gate_up.product.eps),
             smem=plan.shared_bytes, prefers_shared=True,
         )  # fmt: skip
-        return self._sums, down.product.rest[-1]
+        return self._sums, rest.scale
 
     def _release(self) -> None:
         held, self._held = self._held, []

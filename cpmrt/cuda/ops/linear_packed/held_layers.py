@@ -17,7 +17,7 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import Operands
 from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
-from cpmrt.cuda.ops.linear import StepProduct
+from cpmrt.cuda.ops.linear import QkvRest, ResidualRest, StepProduct
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.linear_packed.row_layers import (
     MOST_LAYERS,
@@ -100,15 +100,15 @@ class HeldProduct:
         if not is_plain or not is_taken(layout):
             return False
         if product.kind == "residual":
-            return product.rest[0] is None
-        return product.norm is not None and (product.kind != "qkv" or product.rest[3] is None)
+            return product.bias is None
+        has_locations = isinstance(product.rest, QkvRest) and product.rest.locations is not None
+        return product.norm is not None and not has_locations
 
     @property
     def key(self) -> tuple[Hashable, ...]:
         """The values that must be the same in all layers: all but weight, norm, bias and pages."""
         product = self.product
-        rest = tuple(map(_place, product.rest[1:] if product.kind != "gate_up" else product.rest))
-        return self.x, self.out, product.eps, product.fatrelu, self.weight.layout, rest
+        return self.x, self.out, product.eps, product.fatrelu, self.weight.layout, *map(_place, product.rest)
 
     @property
     def x(self) -> Hashable:
@@ -121,8 +121,8 @@ class HeldProduct:
     @property
     def row(self) -> tuple[Hashable, ...]:
         """The places of the queries of a product `qkv` and of the row's position, slot and block table."""
-        _, _, positions, _, slots, tables = self.product.rest[:6]
-        return self.out, *map(_place, (positions, slots, tables))
+        rest = _qkv_rest(self.product)
+        return self.out, *map(_place, (rest.positions, rest.slots, rest.block_tables))
 
     @property
     def pages(self) -> tuple[Hashable, ...]:
@@ -143,6 +143,17 @@ def _first_layer(held: Sequence[Held]) -> tuple[HeldAttention | None, list[HeldP
     ops = held[: len(_order(held))]
     attention = ops[0] if isinstance(ops[0], HeldAttention) else None
     return attention, [op for op in ops if isinstance(op, HeldProduct)]
+
+
+def _qkv_rest(product: StepProduct) -> QkvRest:
+    assert isinstance(product.rest, QkvRest), product.kind
+    return product.rest
+
+
+def _scale(product: StepProduct) -> np.float32:
+    """Return the factor of a product `residual`."""
+    assert isinstance(product.rest, ResidualRest), product.kind
+    return product.rest.scale
 
 
 def _place(value: KernelArgument) -> Hashable:
@@ -227,7 +238,7 @@ class HeldLayers:
         if len(products) < _NEEDED - 1:
             return True
         if op.kind == "residual":
-            if op.out != o.out or op.product.rest[-1] != o.product.rest[-1]:
+            if op.out != o.out or _scale(op.product) != _scale(o.product):
                 return False
         elif op.product.eps != products[1].product.eps or (attention is not None and op.row != attention.row):
             return False
@@ -268,13 +279,14 @@ class HeldLayers:
         o, gate_up = (op.product for op in first[:2])
         arrays: dict[str, KernelArgument] = {"x": o.outputs[0], "attention": o.x, "inner": gate_up.outputs[0]}
         arrays["counter"] = self._counter
-        counts = {"residual_scale": o.rest[-1], "eps": gate_up.eps}
+        counts = {"residual_scale": _scale(o), "eps": gate_up.eps}
         if len(first) > _NEEDED:
             qkv = first[_NEEDED].product
-            arrays["q"] = qkv.outputs[0]
-            arrays |= zip(("rope", "positions", "locations", "slots", "block_tables"), qkv.rest[1:6], strict=True)
-            sizes = "num_heads", "num_kv_heads", "pages_per_sequence", "max_context"
-            counts |= zip(sizes, qkv.rest[7:11], strict=True)
+            rest = _qkv_rest(qkv)
+            arrays |= {"q": qkv.outputs[0], "rope": rest.rope, "positions": rest.positions, "slots": rest.slots}
+            arrays["block_tables"] = rest.block_tables
+            counts |= {"num_heads": rest.num_heads, "num_kv_heads": rest.num_kv_heads}
+            counts |= {"pages_per_sequence": rest.pages_per_sequence, "max_context": rest.num_positions}
         if attention is not None:
             given, rows, scratch = attention.given, attention.given.rows, attention.scratch
             arrays |= {"q": given.q, "positions": rows.positions, "slots": rows.slots}
@@ -296,7 +308,7 @@ def _operands(products: Sequence[HeldProduct], most_layers: int) -> Array:
         own["mlp_norm"] = gate_up.product.norm
         if qkv:
             after = qkv[0].product
-            own |= {"qkv": qkv[0].weight.data, "norm": after.norm, "bias": after.rest[0]}
+            own |= {"qkv": qkv[0].weight.data, "norm": after.norm, "bias": after.bias}
             own |= zip(("k_pages", "v_pages"), after.outputs[1:], strict=True)
         for name, array in own.items():
             operands[layer][name] = _address(array)
