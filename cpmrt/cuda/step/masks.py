@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from time import perf_counter
@@ -169,29 +169,26 @@ class MaskedGraphs:
     ):  # fmt: skip
         self.masks, self._kinds = masks, kinds
         self._graphs, self._prepare, self._decode, self._first = graphs, prepare, decode, first
-        self._captured = set[Hashable]()
+        self._captured_rows, self._has_first = set[int](), False
 
     def run_decode(self, num_rows: int, kind: RowKind) -> None:
         """Start a decode step of `num_rows` rows, padding among them, all of this kind. The first such step captures
         the graphs of all kinds: a later one may be submitted while a step waits for its masks."""
-        for each in self._kinds.get(num_rows, (ANY_ROWS,)):
-            key = "masked", num_rows, each
-            if key not in self._captured:
-                self._prepare(num_rows)
-            self._capture(key, partial(self._decode, num_rows, each))
+        if num_rows not in self._captured_rows:
+            self._prepare(num_rows)
+            for each in self._kinds.get(num_rows, (ANY_ROWS,)):
+                self._graphs.add(("masked", num_rows, each), partial(self._decode, num_rows, each))
+            self._captured_rows.add(num_rows)
         self._graphs.run(("masked", num_rows, kind))
 
     def prepare_first(self) -> None:
         """Capture the graph of `run_first`. A failure has to come before the command of the prompt's last chunk is
         written: host and device count commands separately."""
-        self._capture(_FIRST, self._first)
+        if not self._has_first:
+            self._graphs.add(_FIRST, self._first)
+            self._has_first = True
 
     def run_first(self) -> None:
         """Start the sampling of the first token after a prompt, behind the graph of its last chunk."""
         self.prepare_first()
         self._graphs.run(_FIRST)
-
-    def _capture(self, key: Hashable, launches: Callable[[], None]) -> None:
-        if key not in self._captured:
-            self._graphs.add(key, launches)
-            self._captured.add(key)
