@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from cpmrt.config import TreeShape
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec, macros_of
-from cpmrt.cuda.draft.kernels import DRAFT_TOP_K, ROW_THREADS, TARGET_ROWS
+from cpmrt.cuda.draft.kernels import DRAFT_TOP_K, TARGET_ROWS
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.step.kernels import ROW_THREADS, row_blocks
 from cpmrt.cuda.step.memory import lasting_buffer
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.draft import Draft
@@ -90,7 +90,7 @@ class BlockKernels:
     """The kernels of `kernels_cu/draft/block.cu` on the arena's arrays (`block_tables` and those of `TreeKernels`)."""
 
     def __init__(
-        self, launcher: Launcher, draft: Draft, arrays: Mapping[str, Any], markov: MarkovWeights, device: Device
+        self, launcher: Launcher, draft: Draft, arrays: Mapping[str, DeviceArray], markov: MarkovWeights, device: Device
     ):
         assert draft.config.block is not None
         self._constants = _constants(draft)
@@ -99,7 +99,7 @@ class BlockKernels:
         self._min_confidence = draft.min_confidence
         self._part = candidate_vocab(draft)
         self._top_k = {"VOCAB": self._part, "PORTABLE": int(device.is_portable)}
-        self._blocks_per_row = 8 if device.capability >= 90 else 1
+        self._row_blocks = row_blocks(device)
 
     def load(self) -> None:
         """Load every kernel without running one."""
@@ -130,7 +130,7 @@ class BlockKernels:
         rows = tuple(a[name] for name in TARGET_ROWS)
         num_parts, k = num_trees * self._num_rows * self._constants.parts, min(MARKOV_CANDIDATES, self._part)
         self._launch(
-            DRAFT_TOP_K, self._top_k, (self._blocks_per_row, num_parts), ROW_THREADS, a["part_ids"], a["part_logprobs"],
+            DRAFT_TOP_K, self._top_k, (self._row_blocks, num_parts), ROW_THREADS, a["part_ids"], a["part_logprobs"],
             logits, a["part_slots"], None, np.int32(k),
         )  # fmt: skip
         self._launch(

@@ -30,6 +30,7 @@ from cpmrt.cuda.draft.kernels import TARGET_ROWS
 from cpmrt.cuda.draft.launches import DraftLaunches, DraftParts
 from cpmrt.cuda.draft.memory import as_target
 from cpmrt.cuda.draft.several import waiting_rows
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.tables import fill
 from cpmrt.cuda.ops.gemm import Gemm
@@ -55,8 +56,8 @@ class ChainKernels:
     """
 
     launch: Launcher
-    arrays: Mapping[str, Any]
-    inner: Mapping[str, Any]
+    arrays: Mapping[str, DeviceArray]
+    inner: Mapping[str, DeviceArray]
     position_offset: int
     num_rows: int
 
@@ -95,7 +96,7 @@ class ChainKernels:
         )  # fmt: skip
 
     @property
-    def _carry(self) -> tuple[Any, Any]:
+    def _carry(self) -> tuple[DeviceArray | None, DeviceArray | None]:
         return self.inner.get("carry_hidden"), self.inner.get("carry_kept")
 
     @property

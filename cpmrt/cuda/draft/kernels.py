@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
@@ -32,8 +31,10 @@ from cpmrt.config import ModelConfig, TreeShape
 from cpmrt.config.speculation import LONGEST_MATCH, MAX_CANDIDATES, MAX_NODES
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
-from cpmrt.cuda.driver.array import DeviceArray
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.driver.launch import Dimensions
+from cpmrt.cuda.step.kernels import ROW_THREADS, row_blocks
 from cpmrt.cuda.step.masks import TreeRing
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
@@ -68,7 +69,7 @@ TREE_KERNELS = (
 _ROW = ("token_ids", "positions", "slots", "locations")
 TARGET_ROWS = (*_ROW, "tree_masks", "tree_base")
 """The names of the arrays of a tree's rows in the target, in the order in which kernels take them."""
-_COPY_THREADS, ROW_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 512, 1024, 1024
+_COPY_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 1024, 1024
 _BEGIN_THREADS, _MOST_BEGIN_BLOCKS = 1024, 4
 _MOST_MOVED = 3
 """The most caches whose rows `accept` moves; all have the shape of the first."""
@@ -115,7 +116,7 @@ class DraftState:
     """The target's states of the tokens that wait; None where the draft reads none."""
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Any]) -> DraftState:
+    def of(cls, arrays: Mapping[str, DeviceArray]) -> DraftState:
         """Find the buffers among all regions of the plan."""
         return cls(**{field.name: arrays[field.name] for field in fields(cls) if field.name in arrays})
 
@@ -137,7 +138,7 @@ class TreeKernels:
         self,
         launcher: Launcher,
         config: ModelConfig,
-        arrays: Mapping[str, Any],
+        arrays: Mapping[str, DeviceArray],
         caches: CacheLayout,
         rings: Rings,
         device: Device,
@@ -153,7 +154,7 @@ class TreeKernels:
         self._modules = dict(tree_modules(config, device, draft_vocab))
         self._offset = np.int32(position_offset)
         self._max_context = np.int32(self._state.history.shape[1])
-        self._blocks_per_row = 8 if device.capability >= 90 else 1
+        self._row_blocks = row_blocks(device)
         self._draft_rows = tuple(arrays[f"draft_{name}"] for name in (*_ROW, "masks", "base"))
         self._target_rows = tuple(arrays[name] for name in TARGET_ROWS)
 
@@ -197,7 +198,7 @@ class TreeKernels:
         s, rows = self._state, logits.shape[0]
         slots = s.draft_slots[first_row : first_row + rows]
         self._start(
-            DRAFT_TOP_K, (self._blocks_per_row, rows), ROW_THREADS, s.draft_ids, s.draft_logprobs,
+            DRAFT_TOP_K, (self._row_blocks, rows), ROW_THREADS, s.draft_ids, s.draft_logprobs,
             logits, slots, token_map, np.int32(k),
         )  # fmt: skip
 
@@ -245,7 +246,7 @@ class TreeKernels:
         s = self._state
         sizes = (num_nodes, num_drafted, num_kept, shortest_match)
         self._start(
-            LOOKUP, _of_trees(self._blocks_per_row, num_trees), _LOOKUP_THREADS, s.draft_tree, *self._target_rows,
+            LOOKUP, _of_trees(self._row_blocks, num_trees), _LOOKUP_THREADS, s.draft_tree, *self._target_rows,
             s.history, self._max_context, *map(np.int32, sizes),
         )  # fmt: skip
 
@@ -254,7 +255,7 @@ class TreeKernels:
         request wants some."""
         s, num_rows = self._state, logits.shape[0]
         self._start(
-            SAMPLE_TREE, (self._blocks_per_row, num_rows), ROW_THREADS, s.draft_tree,
+            SAMPLE_TREE, (self._row_blocks, num_rows), ROW_THREADS, s.draft_tree,
             s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots, np.int32(num_rows // num_trees),
         )  # fmt: skip
 
@@ -269,7 +270,7 @@ class TreeKernels:
         """Sample as `sample_tree` does, each node under its mask, which the kernel waits for the host to write."""
         s, masks = self._state, ring.masks
         self._start(
-            SAMPLE_MASKED_TREE, (self._blocks_per_row, logits.shape[0]), ROW_THREADS, s.draft_tree,
+            SAMPLE_MASKED_TREE, (self._row_blocks, logits.shape[0]), ROW_THREADS, s.draft_tree,
             s.tree_logprobs, s.slot_states, s.token_counts, logits, s.slots, s.step_context, *masks.addresses,
             np.int32(masks.num_rows), np.int32(masks.num_words),
         )  # fmt: skip
@@ -328,7 +329,7 @@ class TreeKernels:
             s.slot_states, s.step_context, *self._in, *sizes,
         )  # fmt: skip
 
-    def _start(self, spec: KernelSpec, grid: Any, block: int, *args: Any) -> None:
+    def _start(self, spec: KernelSpec, grid: Dimensions, block: int, *args: KernelArgument) -> None:
         self._launch(spec, self._modules[spec.file], grid, block, *args)
 
 

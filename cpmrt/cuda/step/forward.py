@@ -12,6 +12,7 @@ import numpy as np
 from cpmrt.config import ModelConfig
 from cpmrt.config.layers import GroupedAttention
 from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.attention.decode import DecodePlan
@@ -148,17 +149,18 @@ class StepForward:
             accept_chain(self._launch, states, chain, decay, a["draft_tree"])
 
     def _layers(
-        self, num_rows: int, *places: Any, first_state: int = 0, is_prefill: bool = False,
+        self, num_rows: int, *places: DeviceArray, first_state: int = 0, is_prefill: bool = False,
         kind: RowKind = ANY_ROWS,
-    ) -> Any:  # fmt: skip
+    ) -> DeviceArray:  # fmt: skip
         """Run the rows at the front of the buffers through the layers; return the last layer's outputs."""
         arrays = self._arrays
         tokens, positions, slots = (arrays[name][:num_rows] for name in ("token_ids", "positions", "slots"))
         rows = Rows(tokens, positions, slots, arrays["block_tables"], is_prefill, *places, kind=kind)
         hidden = arrays["hidden"][first_state : first_state + num_rows] if "hidden" in arrays else None
-        return self._model.forward(self.ops, arrays, rows, hidden)
+        outputs: DeviceArray = self._model.forward(self.ops, arrays, rows, hidden)
+        return outputs
 
-    def _head(self, x: Any, *, is_screened: bool, is_counted: bool) -> None:
+    def _head(self, x: DeviceArray, *, is_screened: bool, is_counted: bool) -> None:
         """Compute the logits of a step's rows. `is_counted`: as in `ScreenedHead`."""
         logits = self._arrays["logits"][: len(x)]
         if not is_screened:
@@ -172,7 +174,7 @@ class StepForward:
         """Compute the logits of row 0."""
         self.head(self._arrays["logits"][:1], self._arrays["x"][:1])
 
-    def head(self, logits: Any, x: Any) -> None:
+    def head(self, logits: DeviceArray, x: DeviceArray) -> None:
         """Compute the logits of at most MAX_ROWS rows of the last layer's output."""
         self._model.logits(self.ops, logits, x)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
 from cpmrt.cuda.build.spec import KernelSpec
+from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.step.masks import MaskRing
 from cpmrt.cuda.step.rings import Rings
@@ -35,6 +35,13 @@ SAMPLE_MASKED = KernelSpec(
     reason="the sampling chain under masks that the host writes",
 )  # fmt: skip
 LOOP_END = KernelSpec("loop_end", "step/loop.cu", reason="bookkeeping: whether a launch goes on with its next steps")
+ROW_THREADS = 512
+"""Threads of a block of the kernels whose blocks share a row of logits (`row_blocks`)."""
+
+
+def row_blocks(device: Device) -> int:
+    """Return how many blocks share a row of logits, as `row_blocks.cuh` has it: a cluster, or one block alone."""
+    return 8 if device.capability >= 90 else 1
 
 
 def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module, Module]:
@@ -48,7 +55,7 @@ class StepKernels:
     """`kernels_cu/step/step.cu`, `sampling.cu` and `loop.cu` on the arena's arrays."""
 
     def __init__(
-        self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, Any], rings: Rings, device: Device
+        self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, DeviceArray], rings: Rings, device: Device
     ):
         self._launch, self._arrays = launcher, arrays
         self._commands, self._results = rings.addresses
@@ -58,7 +65,7 @@ class StepKernels:
         # Where nothing is drafted there is no history, and the kernels get null pointers.
         self._history = arrays.get("history")
         self._max_context = np.int32(0 if self._history is None else self._history.shape[1])
-        self._blocks_per_row = 8 if device.capability >= 90 else 1
+        self._row_blocks = row_blocks(device)
 
     def load(self, *, loops: bool) -> None:
         """Load every kernel without running one; `loop_end` only with `loops`."""
@@ -110,7 +117,7 @@ class StepKernels:
     def sample(self, num_rows: int) -> None:
         a = self._arrays
         self._launch(
-            SAMPLE, self._sampling, (self._blocks_per_row, num_rows), 512,
+            SAMPLE, self._sampling, (self._row_blocks, num_rows), ROW_THREADS,
             self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
         )  # fmt: skip
 
@@ -121,7 +128,7 @@ class StepKernels:
         """
         a = self._arrays
         self._launch(
-            SAMPLE_MASKED, self._sampling, (self._blocks_per_row, num_rows), 512,
+            SAMPLE_MASKED, self._sampling, (self._row_blocks, num_rows), ROW_THREADS,
             self._results, a["slot_states"], a["token_counts"], a["logits"], a[slots], a["step_context"],
             *masks.addresses, np.int32(masks.num_rows), np.int32(masks.num_words),
         )  # fmt: skip
@@ -136,7 +143,7 @@ class StepKernels:
         outputs = (self._results, a["step_context"])
         self._launch(LOOP_END, {}, 1, MAX_ROWS, *outputs, a["slot_states"], a["slots"], handle, *sizes)
 
-    def _step(self, spec: KernelSpec, grid: int, block: int, *args: Any) -> None:
+    def _step(self, spec: KernelSpec, grid: int, block: int, *args: KernelArgument) -> None:
         self._launch(spec, self._constants, grid, block, *args)
 
     def _in(self) -> tuple[np.uint64, np.int32]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from typing import Any
 
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.array import DeviceArray
@@ -50,9 +49,9 @@ def step_launches(
         forward.chunk(bucket)
         steps.prefill_end()
 
-    def decode(num_rows: int, **options: Any) -> None:
+    def decode(num_rows: int, kind: RowKind, is_screened: bool) -> None:
         steps.step_begin(num_rows)
-        forward.decode(num_rows, **options)
+        forward.decode(num_rows, is_screened=is_screened, kind=kind)
         steps.sample(num_rows)
         if after_decode is not None:
             after_decode(num_rows)
@@ -63,8 +62,7 @@ def step_launches(
     for rows in row_counts:
         for kind in forward.row_kinds(rows):
             for is_screened in forward.screenings(rows):
-                launch = partial(decode, rows, is_screened=is_screened, kind=kind)
-                decodes["decode", rows, kind, is_screened] = launch
+                decodes["decode", rows, kind, is_screened] = partial(decode, rows, kind, is_screened)
     return plain | chunks | decodes
 
 

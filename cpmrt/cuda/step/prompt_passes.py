@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cpmrt.config import ModelConfig
+from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.dtypes import F32, DType, to_float32
 from cpmrt.executor import MAX_ROWS
@@ -23,7 +24,7 @@ class PromptPasses:
 
     config: ModelConfig
     forward: StepForward
-    arrays: Mapping[str, Any]
+    arrays: Mapping[str, DeviceArray]
     dtype: DType
     stream: Stream
 
