@@ -23,6 +23,7 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE, Operands
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
+from cpmrt.cuda.ops.linear import FETCHING_CAPABILITY
 from cpmrt.cuda.ops.linear_packed.constants import LATENT_QUERIES
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
 from cpmrt.cuda.ops.linear_packed.plan import latent_queries, plan_heads
@@ -123,13 +124,11 @@ class LatentPlan:
     A row's pages are cut into at most `num_splits` runs: by the device and the context alone, so a row's bits do not
     depend on the step. `units` blocks share a run, one for every 16 heads, or with `attend` ATTEND_WGMMA for every 64.
     A chunk has at most `max_rows` rows and takes `heads_at_once` heads at a time, as `prefill` plans; other steps have
-    at most `step_rows` rows. With `brings_early` a step also brings a part of a later weight to the L2.
+    at most `step_rows` rows.
     """
 
     shape: LatentAttention
     attend: KernelSpec
-    brings_early: bool
-    num_sms: int
     num_splits: int
     units: int
     heads_at_once: int
@@ -153,8 +152,6 @@ class LatentPlan:
         return cls(
             shape=shape,
             attend=attend,
-            brings_early=device.capability >= 90,
-            num_sms=device.num_sms,
             num_splits=min(device.num_sms, pages, _MOST_SPLITS),
             units=ceil(shape.num_heads / (_WGMMA_HEADS if attend is ATTEND_WGMMA else QUERY_TILE)),
             heads_at_once=heads,
@@ -201,8 +198,8 @@ class LatentPlan:
 
     @property
     def upcoming_bytes(self) -> int:
-        """The most bytes of a later weight that are brought to the L2 early."""
-        return _UPCOMING_BYTES if self.brings_early else 0
+        """The most bytes of a later weight that a step also brings to the L2; 0 where the device cannot."""
+        return _UPCOMING_BYTES if self.device.capability >= FETCHING_CAPABILITY else 0
 
     @property
     def stages(self) -> int:
@@ -212,7 +209,7 @@ class LatentPlan:
     def runs_at_once(self, rows: int) -> int:
         """Return how many blocks take the runs of a row in turn; results do not depend on their number."""
         per_sm = _RUNS_PER_SM if self.attend is ATTEND else 1
-        return min(self.num_splits, max(1, per_sm * self.num_sms // (rows * self.units)))
+        return min(self.num_splits, max(1, per_sm * self.device.num_sms // (rows * self.units)))
 
     def boxes(self, launch: Launcher, pages: DeviceArray) -> tuple[KernelArgument, ...]:
         """Return the kernel's arguments after the pages: with wgmma, tensor maps of latents and of rotated keys."""
@@ -224,7 +221,7 @@ class LatentPlan:
 
     def row_blocks(self, rows: int) -> int:
         """Return how many blocks of each head share `rows` rows in the small products."""
-        return min(rows, max(1, _ROW_BLOCKS_PER_SM * self.num_sms // self.shape.num_heads))
+        return min(rows, max(1, _ROW_BLOCKS_PER_SM * self.device.num_sms // self.shape.num_heads))
 
 
 class LatentOps:

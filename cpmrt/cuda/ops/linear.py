@@ -37,6 +37,8 @@ _ROW_UNIT_BYTES, _MOST_ROW_SHARE = 128, 0.5
 STARTS_EARLY = 90
 """The compute capability from which on a kernel may begin before the one before it has ended, and so asks for weights
 before x."""
+FETCHING_CAPABILITY = 90
+"""The compute capability from which on a kernel can ask for bytes to be brought to the L2."""
 LARGE_SHARED_BYTES = 200_000
 """Bytes of shared memory a block from which on kernels use the sizes made for data-centre GPUs."""
 # Up to so many rows only half of the second tile of tokens is stored, which leaves more shared memory to weights.

@@ -76,24 +76,19 @@ class DecodePlan:
     `cluster` of them and merges their results.
 
     With `has_tree_kernel` many rows of trees that see all keys are left to `tree_attention`, with `has_selected_kernel`
-    rows that chose blocks to `selected_attention`; both have the same workspace. With `has_wide_clusters` a single row
-    has pairs of clusters in `selected_attention`. A tile has `heads` query heads of a KV head, and a row of a tree
-    takes `tree_heads` of its 16 rows, half of them or all. `units` blocks share a run of pages: one for each tile of
-    each KV head. `is_short`: no row can see more than SHORT_KEYS keys.
+    rows that chose blocks to `selected_attention`; both have the same workspace. A tile has `heads` query heads of a KV
+    head, and a row of a tree takes `tree_heads` of its 16 rows, half of them or all. `units` blocks share a run of
+    pages: one for each tile of each KV head. `is_short`: no row can see more than SHORT_KEYS keys.
     """
 
     constants: DecodeConstants
     num_splits: int
     cluster: int
-    num_sms: int
+    device: Device
     heads: int
     units: int
-    shared_bytes_per_block: int
-    lone_block_bytes: int
-    whole_clusters: int
     has_tree_kernel: bool
     has_selected_kernel: bool
-    has_wide_clusters: bool = False
     is_short: bool = False
 
     @classmethod
@@ -118,7 +113,6 @@ class DecodePlan:
             cluster=cluster,
             has_tree_kernel=device.capability == 90,
             has_selected_kernel=device.capability == 90 and not is_fp8,
-            has_wide_clusters=device.has_wide_clusters,
             is_short=max_context <= SHORT_KEYS,
         )
 
@@ -133,12 +127,9 @@ class DecodePlan:
             constants=DecodeConstants(shape.head_dim, group, stages, portable=True, selected=2),
             num_splits=1,
             cluster=1,
-            num_sms=device.num_sms,
+            device=device,
             heads=ceil(group / tiles),
             units=shape.num_kv_heads * tiles,
-            shared_bytes_per_block=device.shared_bytes_per_block,
-            lone_block_bytes=device.lone_block_bytes,
-            whole_clusters=device.whole_clusters,
             has_tree_kernel=False,
             has_selected_kernel=False,
         )
@@ -161,7 +152,7 @@ class DecodePlan:
     @property
     def clusters_at_once(self) -> int:
         """How many clusters find room on the device at the same time, with two blocks on a multiprocessor."""
-        return int(2 * self.num_sms / SMS_OF_CLUSTER[self.cluster])
+        return int(2 * self.device.num_sms / SMS_OF_CLUSTER[self.cluster])
 
     def launch(self, rows: int, constants: DecodeConstants, *, length: RowLength | None = None) -> AttentionLaunch:
         """Return the launch of `decode_attention` for `rows` rows of this length. The grid, and how many blocks share a
@@ -191,7 +182,7 @@ class DecodePlan:
 
     def _clusters(self, rows: int, constants: DecodeConstants) -> int:
         """Return how many clusters share the runs of a row with many runs: as many as find room at once."""
-        room = 2 * self.num_sms if constants.cluster == self.cluster else self.num_sms
+        room = 2 * self.device.num_sms if constants.cluster == self.cluster else self.device.num_sms
         at_once = max(1, room // (self.units * rows * constants.cluster))
         return min(at_once, self.num_splits // self.cluster)
 
@@ -202,9 +193,9 @@ class DecodePlan:
         134 MB of keys took 37 to 41 us like that, and 36 us apart. At 1,000 keys the two clusters of an 8B took 1 us
         less apart, where both find room beside the product before.
         """
-        finds_room = self.cluster > 1 and clusters * self.units <= self.whole_clusters
+        finds_room = self.cluster > 1 and clusters * self.units <= self.device.whole_clusters
         is_apart = rows == 1 and finds_room and not (constants.tree or constants.selected)
-        return self.lone_block_bytes if is_apart else 0
+        return self.device.lone_block_bytes if is_apart else 0
 
     @property
     def row_bytes(self) -> int:
@@ -225,15 +216,16 @@ class DecodePlan:
         if finds_room and not (is_long and has_pairs):
             return constants
         cluster, teams = (2, 2) if has_pairs else (4, 1)
-        if row_units * cluster > self.num_sms * 3 // 2:
-            cluster, teams = (2 if row_units * 2 <= self.num_sms else 1), 2
+        if row_units * cluster > self.device.num_sms * 3 // 2:
+            cluster, teams = (2 if row_units * 2 <= self.device.num_sms else 1), 2
         many = replace(constants, stages=_STAGES_OF_MANY, cluster=cluster, teams=teams)
-        return many if self._shared_bytes(many) <= self.shared_bytes_per_block else constants
+        return many if self._shared_bytes(many) <= self.device.shared_bytes_per_block else constants
 
     def _pairs_fill(self, row_units: int) -> bool:
         """Whether two or more pairs of blocks for each unit of each row fill the device, with work for every pair."""
-        pairs = self.num_sms // (2 * row_units)
-        return 2 <= pairs <= self.num_splits // self.cluster and 2 * pairs * row_units >= _LEAST_FILL * self.num_sms
+        num_sms = self.device.num_sms
+        pairs = num_sms // (2 * row_units)
+        return 2 <= pairs <= self.num_splits // self.cluster and 2 * pairs * row_units >= _LEAST_FILL * num_sms
 
     def _shared_bytes(self, constants: DecodeConstants) -> int:
         """Return the bytes of shared memory of a block: query and ring of each team, results from its cluster."""

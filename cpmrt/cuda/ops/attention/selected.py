@@ -51,7 +51,7 @@ def selected_launch(plan: DecodePlan, rows: int, *, is_tree: bool) -> AttentionL
     """Return the launch of `selected_attention`, in as many clusters as find room at once: a further cluster would have
     to wait until another has taken all its turns. A single row has pairs of clusters where the device has clusters of
     sixteen blocks."""
-    of_model, is_paired = plan.constants, rows == 1 and plan.has_wide_clusters
+    of_model, is_paired = plan.constants, rows == 1 and plan.device.has_wide_clusters
     width = 2 if is_paired else 1
     clusters = min(max(1, plan.clusters_at_once // (plan.units * rows)), plan.num_splits // plan.cluster)
     return replace(

@@ -42,7 +42,7 @@ def tree_launch(plan: DecodePlan, rows: int, window: int) -> AttentionLaunch:
     # Three tiles of rows over codes would spill registers.
     for row_tiles, cluster in (block for block in _BLOCKS if block[0] == 2 or not plan.constants.fp8):
         groups = ceil(rows / (row_tiles * (QUERY_TILE // plan.tree_heads)))
-        resident = int(plan.num_sms / SMS_OF_CLUSTER[cluster])
+        resident = int(plan.device.num_sms / SMS_OF_CLUSTER[cluster])
         if groups * plan.units <= resident:
             break
     # Where a row has many runs, there is work for more clusters than there are groups.

@@ -17,7 +17,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.linear import StepProduct, float_bits
+from cpmrt.cuda.ops.linear import FETCHING_CAPABILITY, StepProduct, float_bits
 from cpmrt.cuda.ops.linear_packed.constants import LINEAR_PACKED, PREPARE, PREPARE_THREADS, PrepareConstants
 from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn, num_sums
 from cpmrt.cuda.ops.linear_packed.held_layers import HeldLayers
@@ -40,8 +40,6 @@ DEQUANTIZE = KernelSpec(
 GATHER = KernelSpec("gather_columns", "linear_packed/gather.cu", "project_residual", hot=True)
 _plan = lru_cache(maxsize=1024)(plan_packed)
 _BLOCK = 256
-_FETCHING_CAPABILITY = 90
-"""From this compute capability on a kernel can ask for bytes to be brought to the L2."""
 _WIDTH = 8
 """Elements that a thread of the gathering kernel moves."""
 
@@ -223,7 +221,7 @@ class PackedProducts:
 
     def _first_read(self, weight: Weight | None, num_rows: int) -> tuple[KernelArgument, ...]:
         """Return the kernel's arguments for the part of the next weight to bring to the L2; empty if there is none."""
-        if not isinstance(weight, PackedWeight) or self._device.capability < _FETCHING_CAPABILITY:
+        if not isinstance(weight, PackedWeight) or self._device.capability < FETCHING_CAPABILITY:
             return ()
         pieces = _plan(weight.layout, num_rows, self._device).first_read
         return () if pieces is None else (weight.data, *map(np.int32, pieces))
