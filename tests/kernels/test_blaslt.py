@@ -11,6 +11,7 @@ import pytest
 from cpmrt.cuda.driver import blaslt
 from cpmrt.cuda.driver.blaslt import CublasLt, CublasLtError
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
+from cpmrt.errors import DeviceError
 from cpmrt.ops import OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -202,6 +203,19 @@ def test_a_failing_library_gives_its_reason_and_leaks_nothing(failing: str) -> N
     with pytest.raises(CublasLtError, match=reason), CublasLt(0, 0, library) as lt:
         lt.plan(100, 64, 128, DType.BFLOAT16)
     assert not library.alive
+
+
+def test_a_choice_that_fails_leaks_nothing() -> None:
+    """A trial of an algorithm launches kernels, whose errors are not the library's."""
+
+    def fails(algorithm: Any) -> bool:
+        raise DeviceError("the GPU failed")
+
+    library = StandIn()
+    with CublasLt(0, 123 << 10, library) as lt:
+        with pytest.raises(DeviceError):
+            lt.plan(100, 64, 128, DType.BFLOAT16, takes=fails)
+        assert list(library.alive.values()) == ["handle"]
 
 
 def test_no_algorithm_is_a_reason_that_names_the_shape() -> None:

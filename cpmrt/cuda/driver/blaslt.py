@@ -129,7 +129,7 @@ class CublasLt:
         """Return the plan for Y [num_rows, columns] and X [num_rows, inner], made once a shape.
 
         Y may be columns of a wider matrix, whose rows are `stride` elements apart. The algorithm is the first suggested
-        one that `takes` is true for. Raises CublasLtError, also if there is none.
+        one that `takes` is true for. Raises CublasLtError, also if there is none, and what `takes` raises.
         """
         key = (num_rows, columns, inner, dtype, stride or columns)
         if key not in self._plans:
@@ -137,7 +137,7 @@ class CublasLt:
             try:
                 self._describe(plan)
                 plan.algorithm = self._choose(plan, takes)
-            except CublasLtError:
+            except BaseException:  # `takes` may fail in its own ways
                 self._destroy(plan)
                 raise
             self._plans[key] = plan
