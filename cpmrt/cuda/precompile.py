@@ -65,7 +65,6 @@ def known_device(arch: str, num_sms: int | None = None) -> Device:
         arch=arch,
         capability=int(arch.removeprefix("sm_")),
         num_sms=num_sms or best_known,
-        l2_bytes=0,
         shared_bytes_per_block=shared_bytes,
         total_bytes=0,
         is_unified=False,

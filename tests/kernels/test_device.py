@@ -17,7 +17,7 @@ from cpmrt.cuda.driver.faults import device_fault, device_faults
 from cpmrt.errors import DeviceError, MemoryPlanError, NoDeviceError
 
 H200 = {
-    "name": b"NVIDIA H200", "major": 9, "minor": 0, "multiProcessorCount": 132, "l2CacheSize": 60 << 20,
+    "name": b"NVIDIA H200", "major": 9, "minor": 0, "multiProcessorCount": 132,
     "sharedMemPerBlockOptin": 232448, "totalGlobalMem": 141 << 30, "integrated": 0,
 }  # fmt: skip
 

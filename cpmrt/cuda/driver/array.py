@@ -36,7 +36,6 @@ class DeviceArray(Protocol):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
-    ndim: int
     size: int
     itemsize: int
     nbytes: int

@@ -47,7 +47,6 @@ class Device:
     arch: str
     capability: int
     num_sms: int
-    l2_bytes: int
     shared_bytes_per_block: int
     total_bytes: int
     is_unified: bool
@@ -113,7 +112,6 @@ def open_device() -> Device:
         arch=f"sm_{capability}",
         capability=_PORTABLE_CAPABILITY if is_portable else capability,
         num_sms=multiprocessors(properties["multiProcessorCount"]),
-        l2_bytes=properties["l2CacheSize"],
         shared_bytes_per_block=min(shared_bytes, _PORTABLE_SHARED_BYTES) if is_portable else shared_bytes,
         total_bytes=properties["totalGlobalMem"],
         is_unified=bool(properties["integrated"]),
