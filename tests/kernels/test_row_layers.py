@@ -105,7 +105,8 @@ class Stack:
             given = Operands(out, q, KVPages(*pages[layer], None), rows, shape.head_dim**-0.5)
             launch = step_launch(self.plan, 1, is_tree=False)
             attend = partial(attend_rows, launcher, launch, scratch, given)
-            if products.layers is None or not products.layers.takes_attention(given, self.plan, scratch, attend):
+            held = products.held_layers
+            if held is None or not held.takes_attention(given, self.plan, scratch, attend):
                 attend()
             up = StepProduct("gate_up", (inner,), x, norms["gate_up"], EPS, sizes, fatrelu=shape.fatrelu)
             steps = [
@@ -220,7 +221,8 @@ class Ops:
             elif letter in self.attention:
                 attend = partial(self.launcher, DECODE_ATTENTION, {}, 1, 1)
                 plan = self.fp8_plan if letter == "F" else self.plan
-                if not self.products.layers.takes_attention(self.attention[letter], plan, AttentionScratch(), attend):
+                held, given = self.products.held_layers, self.attention[letter]
+                if not held.takes_attention(given, plan, AttentionScratch(), attend):
                     attend()
             else:
                 product, layout = self.known[letter]

@@ -46,7 +46,7 @@ class CudaOps:
         if isinstance(plan, LatentPlan):
             latent = LatentOps(launcher, plan, scratch, self.project)
         else:
-            attention = AttentionOps(launcher, plan, scratch, products.layers)
+            attention = AttentionOps(launcher, plan, scratch, products.held_layers)
         self.select_blocks = attention.select_blocks if attention else _unplanned
         self.decode_attention = attention.decode_attention if attention else _unplanned
         self.prefill_attention = attention.prefill_attention if attention else _unplanned

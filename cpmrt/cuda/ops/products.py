@@ -84,7 +84,7 @@ class Products:
         self._qkv: DeviceArray | None = arrays.get("qkv")
         self._gate_up: DeviceArray | None = arrays.get("gate_up")
         self._packed = PackedProducts(launcher, gemm, arrays, device, prefers_shared=prefers_shared)
-        self.layers = self._packed.layers
+        self.held_layers = self._packed.held_layers
 
     def qkv(
         self,
@@ -189,7 +189,7 @@ class Products:
         num_rows, factor = np.int32(len(x)), np.float32(scale)
         if isinstance(after.prepared, HeldRowAttention):
             held, after = after.prepared, NOTHING
-            if held.launch_with_output(self._launch, self._device, x, weight, bias, scale, self._packed.ffn):
+            if held.launch_with_output(self._launch, self._device, x, weight, bias, scale, self._packed.held_ffn):
                 return
             held.launch(self._launch)
         if not is_prefill:

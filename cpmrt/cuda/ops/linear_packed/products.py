@@ -182,8 +182,8 @@ class PackedProducts:
         self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
         self._scratch = PackedScratch.of(arrays)
         counter = self._scratch.counter
-        self.layers = None if counter is None else HeldLayers(launcher, device, counter)
-        self.ffn = HeldFfn(launcher, device, self._scratch.sums)
+        self.held_layers = None if counter is None else HeldLayers(launcher, device, counter)
+        self.held_ffn = HeldFfn(launcher, device, self._scratch.sums)
 
     def step(
         self, product: StepProduct, weight: PackedWeight, after: Handoff, ahead: Weight | None = None
@@ -194,10 +194,10 @@ class PackedProducts:
         which this one begins to bring to the L2. A product of one row may be held back, to be launched with the next.
         """
         prefers_shared = _plan(weight.layout, len(product.x), self._device).prefers_shared or self._prefers_shared
-        launch_one = partial(self._launch_one, product, weight, after, ahead)
-        if self.layers is not None and self.layers.takes(product, weight, launch_one, prefers_shared=prefers_shared):
+        launch_one, layers = partial(self._launch_one, product, weight, after, ahead), self.held_layers
+        if layers is not None and layers.takes(product, weight, launch_one, prefers_shared=prefers_shared):
             return Handoff(None, prefers_shared)
-        if self.ffn.takes(product, weight, launch_one):
+        if self.held_ffn.takes(product, weight, launch_one):
             return Handoff(None, prefers_shared)
         return launch_one()
 
