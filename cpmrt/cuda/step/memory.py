@@ -34,6 +34,7 @@ from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 _FEW_ROWS = 8
 """The rows of a step that there is always memory for: one sequence with a short run of certain tokens."""
+_ROW_COUNTS = (1, 2, 4, 8, 16, 32, MAX_ROWS)
 BUCKETS = (64, 128, 256, 512, 1024, 2048, 4096)
 """Sizes of prefill chunks in rows, padding included."""
 
@@ -68,8 +69,8 @@ def certain_rows(config: ModelConfig, engine: EngineConfig, caches: CacheLayout)
 
 def row_counts(max_sequences: int) -> tuple[int, ...]:
     """Return the numbers of rows that decode graphs are captured for, up to the first that holds all sequences."""
-    smaller = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < max_sequences]
-    return (*smaller, next(count for count in (1, 2, 4, 8, 16, 32, 64) if count >= max_sequences))
+    smaller = [count for count in _ROW_COUNTS if count < max_sequences]
+    return (*smaller, next(count for count in _ROW_COUNTS if count >= max_sequences))
 
 
 def cuda_tables(
