@@ -35,7 +35,7 @@ from cpmrt.cuda.ops.expert_plan import (
     row_constants,
     row_words,
 )
-from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
+from cpmrt.cuda.ops.linear_packed.layout import Weight, data_of
 from cpmrt.cuda.ops.rows import BLOCK, VECTOR, RowConstants, rms_norm
 from cpmrt.errors import UnsupportedModelError
 from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD
@@ -279,8 +279,3 @@ class ExpertOps:
             kernel, constants, grid, 32 * constants.warps, out, *given, *sizes, smem=constants.shared_bytes,
             prefers_shared=not constants.chunk,
         )  # fmt: skip
-
-
-def data_of(weight: Weight) -> DeviceArray:
-    """Return the array of a weight that kernels read."""
-    return weight.data if isinstance(weight, PackedWeight) else weight

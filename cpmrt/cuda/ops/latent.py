@@ -25,7 +25,7 @@ from cpmrt.cuda.ops.attention import QUERY_TILE, Operands
 from cpmrt.cuda.ops.attention.prefill import PrefillPlan, attend_chunk
 from cpmrt.cuda.ops.linear import FETCHING_CAPABILITY
 from cpmrt.cuda.ops.linear_packed.constants import LATENT_QUERIES
-from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, Weight, data_of
 from cpmrt.cuda.ops.linear_packed.plan import latent_queries, plan_heads
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
@@ -268,7 +268,7 @@ class LatentOps:
         self._absorb(q, latents, pages, weights, rope, rows, eps, q_up)
         plan, shape, num_rows = self._plan, self._plan.shape, len(q)
         is_tree, fresh = rows.tree_masks is not None, num_rows if latents is not None else 0
-        weight = upcoming.data if isinstance(upcoming, PackedWeight) else upcoming
+        weight = None if upcoming is None else data_of(upcoming)
         early_bytes = min(weight.nbytes, plan.upcoming_bytes) // 16 * 16 if weight is not None else 0
         sizes = fresh, plan.num_splits, rows.block_tables.shape[1], early_bytes
         self._launch(

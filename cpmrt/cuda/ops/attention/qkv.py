@@ -17,7 +17,7 @@ from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
 from cpmrt.cuda.ops.linear import plan_linear
 from cpmrt.cuda.ops.linear_packed.constants import LinearPackedConstants
 from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn
-from cpmrt.cuda.ops.linear_packed.layout import TILE_ROWS, PackedLayout, PackedWeight, Weight, whole_lines
+from cpmrt.cuda.ops.linear_packed.layout import TILE_ROWS, PackedLayout, PackedWeight, Weight, data_of, whole_lines
 from cpmrt.cuda.ops.linear_packed.plan import plan_kv_heads
 from cpmrt.ops import Fp8Pages, KVPages, QkvWeights, Rows
 
@@ -193,8 +193,7 @@ def hold_qkv(
     if len(x) > 1 or rows.kind.length != "short" or not is_plain or rope is None or x.shape[1] != weight.shape[1]:
         return None
     plan, norm = joined_plan(decode, device, kv, weights), weights.norm
-    data = weight.data if isinstance(weight, PackedWeight) else weight
-    return None if plan is None or norm is None else HeldQkv(plan, x, norm, data, rope, eps)
+    return None if plan is None or norm is None else HeldQkv(plan, x, norm, data_of(weight), rope, eps)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -156,6 +156,11 @@ Weight = DeviceArray | PackedWeight
 """A matrix on the device, in 16 bits or packed."""
 
 
+def data_of(weight: Weight) -> DeviceArray:
+    """Return the array of a weight that kernels read."""
+    return weight.data if isinstance(weight, PackedWeight) else weight
+
+
 def packed_layout(spec: TensorSpec, device: Device) -> PackedLayout:
     """Return the layout of a weight with a `quant`. Raises UnsupportedModelError for what the kernels do not take."""
     assert spec.quant is not None and spec.product is not None, spec.name
