@@ -44,15 +44,15 @@ class LLM:
     gets what it would get alone. `close` ends calls that still wait with a ClosedError.
 
     `model` is a folder, a GGUF file or a hub id ("org/name", of a GGUF file "org/name:Q4_K_M"); None is the bundled
-    demo model. `executor`: "auto", "cuda" or "reference" (NumPy). `dtype` of weights, KV and activations: "auto"
-    (the checkpoint's), "bfloat16", "float16", "float32". `max_context` in tokens and `memory_budget` in bytes (or
-    such as "8GiB") bound the memory plan (None: the model's own context, what is free). `lm_head_bits` 8 or 4
-    rounds the output head to that many bits; with `lm_head_screen` a GPU reads an 8-bit copy of the head and only few
-    rows of the head itself, for the same tokens. `kv_dtype="fp8"` keeps keys and values in 8 bits (`ops.Fp8Pages`),
-    those of a draft's own layers in 16. `prefix_cache` lets a prompt reuse what an earlier one that began alike has
-    computed, and changes no bit. "fast" reuses what decode steps have written too, so that the next turn of a chat
-    computes only its new part; a prefill would round that a little differently. `prefix_dir` is a folder that keeps the
-    keys and values of long system messages from one start to the next (`cpmrt.prefixes`).
+    demo model. `executor`: "auto", "cuda" or "reference" (NumPy). `dtype` of weights, KV and activations: "auto" (the
+    checkpoint's), "bfloat16", "float16", "float32". `max_context` in tokens and `memory_budget` in bytes (or such as
+    "8GiB") bound the memory plan (None: the model's own context, what is free). `lm_head_bits` 8 or 4 rounds the output
+    head to that many bits; with `lm_head_screen` a GPU reads an 8-bit copy of the head and few rows of the head itself,
+    for the same tokens (None: where the copy is small). `kv_dtype="fp8"` keeps keys and values in 8 bits
+    (`ops.Fp8Pages`), those of a draft's own layers in 16. `prefix_cache` lets a prompt reuse what an earlier one that
+    began alike has computed, and changes no bit. "fast" reuses what decode steps have written too, so that the next
+    turn of a chat computes only its new part; a prefill would round that a little differently. `prefix_dir` is a folder
+    that keeps the keys and values of long system messages from one start to the next (`cpmrt.prefixes`).
 
     `draft` makes decoding faster and changes no token: a folder or hub id of an EAGLE or DSpark draft or of a smaller
     model with the same tokenizer, the name of a folder within the model's own, or "lookup", which needs no model.
@@ -98,7 +98,7 @@ class LLM:
         dependent_launch: bool = True,
         steps_per_launch: int = 1,
         lm_head_bits: int | None = None,
-        lm_head_screen: bool = False,
+        lm_head_screen: bool | None = None,
         prefix_cache: bool | str = True,
         kv_dtype: str = "auto",
         prefix_dir: str | Path | None = None,

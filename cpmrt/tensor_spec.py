@@ -59,6 +59,9 @@ class Quantization:
 SCREEN = Quantization(8, 128)
 """The form of the 8-bit copy that screens an output head in 16 bits."""
 
+HEAD_COPY = "head copy"
+"""The row of that copy in the table of the memory plan."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -123,7 +126,8 @@ class BufferSpec:
     """A workspace buffer of one forward pass.
 
     It is live from the phase `first` to the phase `last`, both included: buffers whose lifetimes do not meet may
-    share memory. `dtype` None means the executor's type of activations: words of 16 bits, or float32.
+    share memory. `dtype` None means the executor's type of activations: words of 16 bits, or float32. `part` is the row
+    of a buffer that lives as long as the executor in the table of the memory plan.
     """
 
     name: str
@@ -131,6 +135,7 @@ class BufferSpec:
     first: int
     last: int
     dtype: ElementType | None = None
+    part: str = "tables"
 
     @property
     def num_elements(self) -> int:

@@ -206,7 +206,8 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
         wish: Any = "auto" if draft_name is None else {"shapes": shapes}
         if draft_name in ("eagle2", "dspark") and draft_bits == 4:
             wish |= {"draft_vocab": 32768, "head_bits": 4} | ({"window": 1024} if draft_name == "eagle2" else {})
-        settings = EngineConfig(load_format="dummy", **engine)
+        # Screened graphs are traced only where a setup asks for them: they differ from the others by the head alone.
+        settings = EngineConfig(load_format="dummy", **{"lm_head_screen": False} | engine)
         blueprint = described(model, settings, CudaTarget(device), draft_name, wish)
     plan, draft = blueprint.plan(blueprint.position_limit), blueprint.draft
     config = model.config.for_context(plan.max_context)

@@ -119,7 +119,8 @@ _ENGINE_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "lm_head_screen": (
         bool, "",
         "read an 8-bit copy of the output head, and of the head itself what a step may choose: faster on a GPU where "
-        "the head is in 16 bits, for greedy, top-k and min-p decoding; the same tokens",
+        "the head is in 16 bits, for greedy, top-k and min-p decoding; the same tokens (default: where the copy takes "
+        "little of the memory)",
     ),
     "prefix_dir": (str, "FOLDER", "keep what long system messages cost there from one start to the next"),
 }  # fmt: skip
@@ -306,14 +307,13 @@ def _given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def _add_fields(parser: Options, owner: Any, options: dict[str, tuple[Callable[[str], Any], str, str]]) -> None:
-    """Add an option for each of these fields of the dataclass `owner`. A bool field gets a switch that turns it on."""
+    """Add an option for each of these fields of the dataclass `owner`; for a bool, one that turns it on and one off."""
     defaults = {field.name: field.default for field in fields(owner)}
     for name, (kind, metavar, described) in options.items():
-        option = f"--{name.replace('_', '-')}"
+        option, default = f"--{name.replace('_', '-')}", defaults[name]
         if kind is bool:
-            parser.add_argument(option, action="store_true", help=described)
+            parser.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=described)
             continue
-        default = defaults[name]
         shown = described if default is None else f"{described} (default: %(default)s)"
         if name in MODELS_OWN:
             shown = f"{described} (default: the model's own)"

@@ -102,7 +102,8 @@ def _check_nothing_local(args: argparse.Namespace) -> None:
     unasked = parser.parse_args([])
     for action in parser._actions:
         if action.option_strings and getattr(args, action.dest) != getattr(unasked, action.dest):
-            raise UsageError(f"--url and {action.option_strings[-1]} exclude each other; see cpmrt chat --help")
+            name = next(name for name in action.option_strings if name.startswith("--"))
+            raise UsageError(f"--url and {name} exclude each other; see cpmrt chat --help")
 
 
 def _talk(session: ChatSession) -> int:

@@ -2,7 +2,8 @@
 
 MODEL is a folder or a hub id; --shape is a well-known shape instead. With --gpu-memory also whether it fits, what is
 left, and the largest context that does; the exit code is 1 if the plan does not fit. Where weights are there, they say
-which layers are quantised or ternary; else config.json does.
+which layers are quantised or ternary; else config.json does. The head copy is there if a start keeps one: without
+--gpu-memory as if there were memory for everything.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     limit = blueprint.position_limit
     largest = None if budget is None else largest_context(blueprint.plan, budget, config.max_positions)
     context = limit if settings.max_context or largest is None else min(limit, largest or PAGE_SIZE)
-    plan = blueprint.plan(context)
+    plan = blueprint.screened_plan(context, budget) or blueprint.plan(context)
     if args.json:
         quantization = quantisation_summary(config.quantization, blueprint.specs)
         write_json(_record(name, dtype, plan, budget, largest) | {"quantization": quantization})

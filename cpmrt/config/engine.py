@@ -43,8 +43,9 @@ class EngineConfig:
 
     `lm_head_bits` 8 or 4 rounds the output head to that many bits while it is loaded (None: it stays as it is). With
     `lm_head_screen` a GPU keeps an 8-bit copy of a head in 16 bits. A step reads the whole copy, and of the head itself
-    only the rows that may still be chosen; the tokens are the same. `kv_dtype` "fp8" keeps keys and values in 8 bits
-    (e4m3, a scale for each page and head) instead of in `dtype` ("auto").
+    only the rows that may still be chosen; the tokens are the same. None leaves it to the GPU's memory
+    (`opening.Blueprint.screened_plan`). `kv_dtype` "fp8" keeps keys and values in 8 bits (e4m3, a scale for each page
+    and head) instead of in `dtype` ("auto").
 
     `prefix_cache` keeps the KV pages of prompts, as long as nothing else needs their room, for later prompts that begin
     alike. "fast" keeps those of answers too, whose bits differ a little from those that a prefill of the same text
@@ -70,7 +71,7 @@ class EngineConfig:
     speculation: SpeculationConfig | None = None
     kv_dtype: str = "auto"
     prefix_dir: str | None = None
-    lm_head_screen: bool = False
+    lm_head_screen: bool | None = None
 
     def __post_init__(self) -> None:
         _one_of("executor", self.executor, ("auto", "cuda", "reference"))
@@ -84,9 +85,12 @@ class EngineConfig:
         if self.prefix_dir is not None and not self.prefix_cache:
             raise ConfigError("prefix_dir", expected="nothing without the prefix cache", actual=quoted(self.prefix_dir))
         object.__setattr__(self, "lm_head_bits", checked_bits("lm_head_bits", self.lm_head_bits))
-        for switch in ("cuda_graphs", "dependent_launch", "lm_head_screen"):
+        for switch in ("cuda_graphs", "dependent_launch"):
             if not isinstance(getattr(self, switch), bool):
                 raise ConfigError(switch, expected="True | False", actual=quoted(getattr(self, switch)))
+        if not isinstance(self.lm_head_screen, bool | None):
+            actual = quoted(self.lm_head_screen)
+            raise ConfigError("lm_head_screen", expected="True | False | None (automatic)", actual=actual)
         if self.lm_head_screen and self.lm_head_bits is not None:
             raise ConfigError(
                 "lm_head_screen", expected="a head in 16 bits", actual=f"lm_head_bits={self.lm_head_bits}",

@@ -13,6 +13,7 @@ from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.driver.device import Device, open_device
 from cpmrt.cuda.driver.graphs import check_loops
 from cpmrt.cuda.load.repack import Destination, takes_blocks
+from cpmrt.cuda.ops.screened_head import has_screenable_head
 from cpmrt.cuda.step.memory import check_supported, cuda_needs
 from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
@@ -72,6 +73,10 @@ class CudaTarget:
                 "are those of a 16-bit model", len(matrices), ", ".join(types),
             )  # fmt: skip
         return without_blocks(specs, {spec.name for spec in refused})
+
+    def can_screen(self, specs: tuple[TensorSpec, ...]) -> bool:
+        """Whether an 8-bit copy of the output head can screen it."""
+        return has_screenable_head(specs)
 
     def needs(
         self, config: ModelConfig, settings: EngineConfig, specs: Sequence[TensorSpec], draft: Draft | None

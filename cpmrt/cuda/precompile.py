@@ -77,10 +77,12 @@ def known_device(arch: str, num_sms: int | None = None) -> Device:
 def modules_of(blueprint: Blueprint, device: Device) -> list[Module]:
     """Return every module of a start on this device: the executor's own recording, on arrays without memory.
 
-    This includes modules for starts without cuBLASLt, or with weights that are converted or random. Raises
-    UnsupportedModelError, ConfigError.
+    This includes modules for starts without cuBLASLt, or with weights that are converted or random. Where a start
+    decides by its memory whether to screen the head, it includes the modules for either: a forward that can screen the
+    head reads the whole one too. Raises UnsupportedModelError, ConfigError.
     """
-    settings, draft, plan = blueprint.settings, blueprint.draft, blueprint.plan(blueprint.position_limit)
+    settings, draft, limit = blueprint.settings, blueprint.draft, blueprint.position_limit
+    plan = blueprint.screened_plan(limit) or blueprint.plan(limit)
     config = blueprint.config.for_context(plan.max_context)
     for checked in (config, None if draft is None else draft.config.decoder):
         if checked is not None:

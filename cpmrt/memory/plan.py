@@ -116,7 +116,7 @@ def make_plan(
         for piece in packed(tensor):
             layout.add(f"{tensor.name}.{piece.name}", tensor.part, piece.shape, piece.dtype)
     for table in tables:
-        layout.add(table.name, "tables", table.shape, table.dtype)
+        layout.add(table.name, table.part, table.shape, table.dtype)
     for spec, shape in caches.arrays():
         layout.add(spec.name, spec.part, shape, spec.dtype)
     for name, spec, shape in caches.snapshots():

@@ -19,12 +19,12 @@ WISHES = [
 
 @pytest.fixture(scope="module")
 def plain():
-    with LLM(executor="cuda", max_sequences=4) as llm:
+    with LLM(executor="cuda", max_sequences=4, lm_head_screen=False) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module", params=[
-    {}, {"draft": "lookup", "speculate": {"shapes": [(4, 1, 5)], "adaptive": False}},
+    {"lm_head_screen": False}, {"draft": "lookup", "speculate": {"shapes": [(4, 1, 5)], "adaptive": False}},
     {"draft": "eagle2", "speculate": CHAIN_AND_TREES}, {"draft": "eagle3"}, {"lm_head_screen": True},
 ], ids=["plain", "lookup", "eagle2", "adaptive", "screened"])  # fmt: skip
 def looping(request):

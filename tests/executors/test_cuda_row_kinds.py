@@ -95,8 +95,8 @@ def test_one_row_that_grows_long(
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"dtype": "float16"}, {"cuda_graphs": False}, {"steps_per_launch": 4}, {"lm_head_screen": True},
-    {"kv_dtype": "fp8"},
+    {"lm_head_screen": False}, {"dtype": "float16"}, {"cuda_graphs": False}, {"steps_per_launch": 4},
+    {"lm_head_screen": True}, {"kv_dtype": "fp8"},
 ], ids=str)  # fmt: skip
 def test_one_row_of_a_model_whose_layer_is_two_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
@@ -199,7 +199,7 @@ def test_trees_under_a_form_or_a_screen(monkeypatch: pytest.MonkeyPatch, wish: d
     kinds, shapes = chosen_trees(monkeypatch), {"shapes": [(3, 1, 4)], "adaptive": False}
     settings: dict[str, Any] = {"executor": "cuda", "max_context": 1024, "sparse": SPARSE}
     params = SamplingParams(max_new_tokens=80, ignore_eos=not wish, logprobs=2 if wish else 0, **wish)
-    with LLM(**settings) as llm:
+    with LLM(**settings, lm_head_screen=False) as llm:
         prompt = text(220, 1, llm.config.vocab_size)
         plain = answer(llm, prompt, params)
     with LLM(**settings, draft="lookup", speculate=shapes, lm_head_screen=not wish) as llm:

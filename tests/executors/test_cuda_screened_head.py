@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=VARIANTS.values(), ids=VARIANTS)
 def pair(request: Any) -> Iterator[tuple[LLM, LLM]]:
     settings = {"executor": "cuda", "max_sequences": 8} | request.param
-    with LLM(**settings) as plain, LLM(**settings, lm_head_screen=True) as screened:
+    with LLM(**settings, lm_head_screen=False) as plain, LLM(**settings, lm_head_screen=True) as screened:
         yield plain, screened
 
 
@@ -56,6 +56,13 @@ def test_tokens_are_those_of_the_whole_head(pair: tuple[LLM, LLM]) -> None:
     assert tokens(screened, 640, WISHES, prompts) == tokens(plain, 640, WISHES, prompts)
     for prompt in PROMPTS[:2]:  # alone: steps of one row
         assert tokens(screened, 250, WISHES[:2], (prompt,)) == tokens(plain, 250, WISHES[:2], (prompt,))
+
+
+def test_a_head_is_screened_unless_the_memory_is_small() -> None:
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    for settings, count in (({}, 8), ({"lm_head_screen": False}, 0), ({"memory_budget": "64MiB"}, 0)):
+        with LLM(executor="cuda", max_context=256, **settings) as llm:
+            assert llm.generate(PROMPTS[0], params).stats.screened_steps == count
 
 
 def test_requests_that_need_all_logits_beside_others(pair: tuple[LLM, LLM]) -> None:

@@ -79,6 +79,11 @@ def test_what_verifying_costs_is_timed_as_steps_verify(
         assert rescored(launcher) == ([(num_rows, 0)] if screen and num_rows <= 32 else [])
 
 
+def test_a_draft_does_not_keep_an_automatic_screen_away(blueprint_of: Any) -> None:
+    wanted = blueprint_of("lookup", lm_head_screen=True).plan(256)
+    assert blueprint_of("lookup").fit(1 << 40) == wanted != blueprint_of("lookup").plan(256)
+
+
 @pytest.mark.parametrize(("settings", "builds"), [({"max_sequences": 1}, {1, 8}), ({}, {1, 8, 16, 32})], ids=str)
 def test_a_start_compiles_what_trees_rescore_with(
     blueprint_of: Any, settings: dict[str, Any], builds: set[int]

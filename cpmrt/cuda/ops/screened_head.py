@@ -21,7 +21,7 @@ from cpmrt.cuda.ops.linear import BLOCK_THREADS, plan_linear
 from cpmrt.cuda.ops.linear_packed.layout import SLICE_COLUMNS, TILE_ROWS, PackedLayout, PackedWeight, packed_layout
 from cpmrt.errors import ConfigError
 from cpmrt.models.layers import EMBED, HEAD
-from cpmrt.tensor_spec import SCREEN, BufferSpec, TensorSpec
+from cpmrt.tensor_spec import HEAD_COPY, SCREEN, BufferSpec, TensorSpec
 
 COPY = "head_copy"
 """The name of the 8-bit copy among weights."""
@@ -107,6 +107,15 @@ def screened_spec(specs: Iterable[TensorSpec]) -> TensorSpec:
     return head
 
 
+def has_screenable_head(specs: Iterable[TensorSpec]) -> bool:
+    """Whether the head among a model's weights can be screened."""
+    try:
+        screened_spec(specs)
+    except ConfigError:
+        return False
+    return True
+
+
 def copy_spec(shape: tuple[int, ...]) -> TensorSpec:
     """Return the 8-bit copy of a head of this shape as a weight, which no checkpoint holds."""
     return TensorSpec(COPY, shape, (), SCREEN, "head")
@@ -132,9 +141,9 @@ class ScreenPlan:
 
     def tables(self) -> Iterator[BufferSpec]:
         """Yield the buffers that live as long as the executor; the counters begin at zero."""
-        yield BufferSpec(f"{COPY}.codes", (self.layout.num_bytes,), EMBED, HEAD, np.uint8)
-        yield BufferSpec("head_bounds", (self.layout.out_features,), EMBED, HEAD, np.float32)
-        yield BufferSpec("screen_counters", (2,), EMBED, HEAD, np.uint64)
+        yield BufferSpec(f"{COPY}.codes", (self.layout.num_bytes,), EMBED, HEAD, np.uint8, HEAD_COPY)
+        yield BufferSpec("head_bounds", (self.layout.out_features,), EMBED, HEAD, np.float32, HEAD_COPY)
+        yield BufferSpec("screen_counters", (2,), EMBED, HEAD, np.uint64, HEAD_COPY)
 
     def workspace(self) -> Iterator[BufferSpec]:
         """Yield the buffers that live during the head of a step."""
