@@ -89,7 +89,7 @@ QUANTISED = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, 
 def test_a_quantised_model_has_the_modules_of_its_products(arch: str, head_bits: int | None, order: bool) -> None:
     settings = {"quantization_config": QUANTISED | {"desc_act": order}}
     config = ModelConfig.from_hf(shape_config("minicpm4-8b") | settings)
-    modules = wanted(arch, config, max_sequences=64, lm_head_bits=head_bits)
+    modules = wanted(arch, config, max_sequences=64, lm_head_bits=head_bits, lm_head_screen=False)
     for file, sizes in modules:
         assert any(set(spec.macros) <= sizes.keys() for spec in KERNELS if spec.file == file), (file, sizes)
     products = {sizes["LINEAR"] for file, sizes in modules if file == PACKED}
@@ -193,8 +193,18 @@ def test_a_draft_brings_its_modules(asked: list[Any], shape: str, draft: str) ->
     assert bool(chains) is (draft == "dspark")
 
 
-def test_wishes_for_the_draft_decide_its_modules(asked: list[Any]) -> None:
+def test_a_start_may_screen_the_head_unless_it_is_asked_not_to(asked: list[Any]) -> None:
     shape = ("--shape", "minicpm4-0.5b")
+    made = [
+        {(file, frozenset(sizes.items())) for file, sizes in built(asked, *shape, *options)}
+        for options in ((), ("--lm-head-screen",), ("--no-lm-head-screen",))
+    ]
+    assert made[0] == made[1] > made[2]
+    assert {file for file, _ in made[0] - made[2]} >= {f"screened_head/{name}.cu" for name in ("head_rows", "rescore")}
+
+
+def test_wishes_for_the_draft_decide_its_modules(asked: list[Any]) -> None:
+    shape = ("--shape", "minicpm4-0.5b", "--no-lm-head-screen")
     whole = built(asked, *shape, "--draft", "eagle2")
     cut = built(asked, *shape, "--draft", "eagle2", "--draft-vocab", "8192", "--draft-window", "512")
     for modules, vocab, window in ((whole, 73448, 0), (cut, 8192, 512)):
