@@ -33,8 +33,8 @@ Parts = tuple[tuple[tuple[TensorSpec, ...], Checkpoint | None], ...]
 _SHARE_OF_HEAD_COPY = 64
 """A copy of the head that nobody asked for takes at most this part of the memory budget.
 
-It makes a step 1.5 to 5 % faster, but memory that is nearly full is worth more to the system, to other programs and to
-a longer context of the next start. With 24 GB MiniCPM4-8B has such a copy, with 8 GB MiniCPM4-0.5B has.
+It makes a step 1.5 to 5 % faster, but where memory is short, other programs and a longer context of the next start need
+it more. With 24 GB MiniCPM4-8B has such a copy, with 8 GB MiniCPM4-0.5B has.
 """
 
 
@@ -63,7 +63,7 @@ class Target(Protocol):
         """
         ...
 
-    def can_screen(self, specs: tuple[TensorSpec, ...]) -> bool:
+    def has_screenable_head(self, specs: tuple[TensorSpec, ...]) -> bool:
         """Whether a step can read an 8-bit copy of the output head among these weights, and few rows of the head."""
         ...
 
@@ -116,14 +116,14 @@ class Blueprint:
         )  # fmt: skip
 
     def screened_plan(self, max_context: int, budget: int | None = None) -> MemoryPlan | None:
-        """Return the plan with a copy of the head that screens it, where `lm_head_screen` is None and that is worth it.
+        """Return the plan with an automatic copy of the head that screens it, or None if a start keeps none.
 
-        This decides about the automatic copy: it is kept where the head can be screened, the copy takes little of
-        `budget` bytes, and the whole plan fits them. Without a budget there is memory for everything. Returns None
-        where nothing is to be kept, or nothing is to be decided.
+        A start keeps one if `lm_head_screen` is None, the head can be screened, the copy takes little of `budget` bytes
+        (`_SHARE_OF_HEAD_COPY`), and the whole plan fits them. Without a budget there is memory for everything.
         """
         settings = self.settings
-        if settings.lm_head_screen is not None or settings.lm_head_bits or not self.target.can_screen(self.specs):
+        is_open = settings.lm_head_screen is None and settings.lm_head_bits is None
+        if not (is_open and self.target.has_screenable_head(self.specs)):
             return None
         plan = replace(self, settings=replace(settings, lm_head_screen=True)).plan(max_context)
         if budget is None:
@@ -131,12 +131,13 @@ class Blueprint:
         is_small = plan.part_bytes[HEAD_COPY] <= budget // _SHARE_OF_HEAD_COPY
         return plan if is_small and plan.total_bytes <= budget else None
 
-    def fit(self, budget: int) -> MemoryPlan:
+    def fit(self, budget: int, free: int | None = None) -> MemoryPlan:
         """Return the plan within `budget` bytes. Raises MemoryPlanError.
 
-        An automatic copy of the head (`screened_plan`) never makes the context smaller.
+        An automatic copy of the head (`screened_plan`) never makes the context smaller. Where only `free` bytes can be
+        allocated, it fits these too: a budget may promise more.
         """
-        if screened := self.screened_plan(self.position_limit, budget):
+        if screened := self.screened_plan(self.position_limit, budget if free is None else min(budget, free)):
             return screened
         return fit_model(
             self.config, self.settings, itemsize=self.target.itemsize, budget=budget, needs=self.needs,

@@ -74,7 +74,7 @@ class CudaTarget:
             )  # fmt: skip
         return without_blocks(specs, {spec.name for spec in refused})
 
-    def can_screen(self, specs: tuple[TensorSpec, ...]) -> bool:
+    def has_screenable_head(self, specs: tuple[TensorSpec, ...]) -> bool:
         """Whether an 8-bit copy of the output head can screen it."""
         return has_screenable_head(specs)
 
@@ -100,7 +100,11 @@ def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:
 
 
 def _budget(device: Device, settings: EngineConfig) -> int:
-    return settings.memory_budget or max(device.free_bytes() - _RESERVED_BYTES, 1)
+    return settings.memory_budget or _free_bytes(device)
+
+
+def _free_bytes(device: Device) -> int:
+    return max(device.free_bytes() - _RESERVED_BYTES, 1)
 
 
 def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor, MemoryPlan]:
@@ -111,7 +115,7 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
     device = open_device()
     budget = _budget(device, settings)
     with open_blueprint(folder, settings, CudaTarget(device)) as blueprint:
-        plan = blueprint.fit(budget)
+        plan = blueprint.fit(budget, _free_bytes(device))
         with no_collections():
             from cpmrt.cuda.executor import CudaExecutor
 

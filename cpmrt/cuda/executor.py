@@ -208,7 +208,7 @@ class CudaExecutor:
         """Return the row count and the row kind of the graph that decodes these slots without masks, and whether it
         screens the head."""
         num_rows = _at_least(len(slots), self._row_counts)
-        is_screened = self._forward.can_screen(num_rows) and self._screened.issuperset(slots)
+        is_screened = self._forward.has_screen(num_rows) and self._screened.issuperset(slots)
         return num_rows, self._lengths.narrowest(self._row_kinds[num_rows], slots, num_rows), is_screened
 
     def _submit_masked(self, step: Decode) -> Pending:

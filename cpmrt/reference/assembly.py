@@ -60,7 +60,7 @@ class ReferenceTarget:
             return specs
         return tuple(replace(spec, mapped_as=dtype) if _can_map(spec, checkpoint, dtype) else spec for spec in specs)
 
-    def can_screen(self, specs: tuple[TensorSpec, ...]) -> bool:
+    def has_screenable_head(self, specs: tuple[TensorSpec, ...]) -> bool:
         """Return False: every step computes the whole head."""
         return False
 

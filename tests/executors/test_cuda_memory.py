@@ -86,8 +86,8 @@ class Guarded:
         self.arena, self.plan = 0, None
         fit, load = Blueprint.fit, assembly.load
 
-        def spread_fit(blueprint: Blueprint, budget: int) -> MemoryPlan:
-            self.plan = spread(fit(blueprint, budget))
+        def spread_fit(blueprint: Blueprint, *bytes_there: int) -> MemoryPlan:
+            self.plan = spread(fit(blueprint, *bytes_there))
             return self.plan
 
         def load_between_guards(blueprint: Blueprint, to: Destination) -> None:

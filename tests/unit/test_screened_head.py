@@ -65,6 +65,7 @@ def test_a_copy_that_nobody_asked_for_takes_little_of_the_memory() -> None:
         enough = 64 * screened.part_bytes["head copy"]
         assert automatic.fit(enough) == screened and not has_copy(automatic.fit(enough - 1))
         assert not has_copy(never.fit(enough)) and has_copy(always.fit(screened.total_bytes))
+        assert has_copy(automatic.fit(1 << 40, enough)) and not has_copy(automatic.fit(1 << 40, enough - 1))
 
 
 @pytest.mark.parametrize(("changes", "settings"), [

@@ -173,7 +173,7 @@ class Speculation:
         help_along: Callable[[], bool | None] | None = None
         count = captured_count(len(step.slots), self.most[step.shape])
         num_rows = count * self._draft.shapes[step.shape].num_nodes
-        is_screened = may_screen and step.masks is None and self._target.can_screen(num_rows)
+        is_screened = may_screen and step.masks is None and self._target.has_screen(num_rows)
         name = "speculate", step.shape, count, kind, is_screened
         if step.masks is not None:
             help_along = self._start_masked(graphs, step.shape, first_rows, kind, step.masks)
@@ -231,7 +231,7 @@ class Speculation:
         The last step was greedy, so the head is screened where it can be; its count of exact tokens is not read.
         """
         tree, stream = self._draft.shapes[shape], self._launcher.stream
-        is_screened = self._target.can_screen(tree.num_nodes)
+        is_screened = self._target.has_screen(tree.num_nodes)
 
         def passes() -> None:
             self._parts.passes(tree)

@@ -85,13 +85,13 @@ class StepForward:
         """Run the rows of a prefill chunk through every layer; their states begin in row 1 of `hidden`."""
         self._layers(num_rows, first_state=1, is_prefill=True)
 
-    def can_screen(self, num_rows: int) -> bool:
+    def has_screen(self, num_rows: int) -> bool:
         """Whether a step of `num_rows` rows can do without reading the whole head."""
         return self.screen is not None and num_rows <= self.screen.most_rows
 
     def screenings(self, num_rows: int) -> tuple[bool, ...]:
         """Return the values that `is_screened` may have for a step of `num_rows` rows."""
-        return (False, True) if self.can_screen(num_rows) else (False,)
+        return (False, True) if self.has_screen(num_rows) else (False,)
 
     def row_kinds(self, num_rows: int) -> tuple[RowKind, ...]:
         """Return the row kinds for which a decode step of `num_rows` rows has launches of its own.
