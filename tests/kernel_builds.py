@@ -130,6 +130,20 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | _PACKED
         | _NO_NORM
         | {"EARLY_SLOTS": 5, "SMEM_BYTES": 27520},
+        {"LINEAR": 1, "IN_FEATURES": 2048, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _NO_NORM
+        | {"EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 49024},
+        {"LINEAR": 0, "IN_FEATURES": 2048, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | {"HEAD_DIM": 128, "EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 49024, "TRIGGER": 3},
+        {"LINEAR": 2, "IN_FEATURES": 2048, "RUNS": 8, "ROWS": 1, "WARPS": 24, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | {"EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 136064},
+        {"LINEAR": 1, "IN_FEATURES": 6144, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
+        | _PACKED
+        | _NO_NORM
+        | {"EARLY_SLOTS": 3, "SMEM_BYTES": 87936},
         {
             "LINEAR": 0,
             "IN_FEATURES": 4096,

@@ -29,8 +29,9 @@
 // grid           (CLUSTER * a, units * T, b) for a * b clusters of a row;
 //                block (128, TEAMS) in clusters of CLUSTER along x; shared memory
 //                TEAMS * (16 * D * 2 + STAGES * 64 * D * 4) bytes, and in clusters 40 * kHeads * D / CLUSTER more
-// launched after linear_qkv or rope_append, which release this kernel once all kernels before them have finished: so block tables are read
-//                before pdl_wait. Keys that this step does not write are too, if the launch has only one row, or, in clusters with
+// launched after linear_qkv or rope_append, which release this kernel once all kernels before them have finished, or, of one short row,
+//                linear_packed_qkv with TRIGGER 3: then `embed` is the last kernel before this one that releases its successor only after
+//                its own wait. So block tables are read before pdl_wait. Keys that this step does not write are too, if the launch has only one row, or, in clusters with
 //                CLUSTER * TEAMS < 8, if no other row of the launch has the row's slot. With SELECTED it is launched after pick_blocks,
 //                and reads everything after pdl_wait
 // numerics       scores, softmax and sums in float32 (exp2 with the scale folded in); the unnormalised weights are

@@ -30,7 +30,7 @@
 //   FEEDS: 1: a gate_up product also writes what prepare_rows would make of its rows for the product after it
 //   TRIGGER: when the next kernel may start: 0 once this one has started, of qkv once it is behind its pdl_wait; 1 at this one's end; 2 once x
 //     is there, or with STAGE_SLICES once its first stages are asked for: these copies then do not queue behind what the next kernel
-//     reads early
+//     reads early; 3, of qkv only, once this one has started. Then the next kernel may begin while others before this one still run
 //   KEPT_ROUNDS: with SHARED_RUN 0 and one row, the rounds whose runs are added only after the products of all of them; else 1
 //   SMEM_BYTES: dynamic shared memory of the launch
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
@@ -79,12 +79,27 @@
 #include "packed_finish.cuh"
 #include "packed_multiply.cuh"
 
+// The most registers of a thread. NVRTC knows this bound from 12.4 on.
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1204
+#define REGISTERS(most) __maxnreg__(most)
+#else
+#define REGISTERS(most) __launch_bounds__(kThreads, 1)
+#endif
+
 #if CLUSTERS
 #define PACKED_BOUNDS __cluster_dims__(RUNS, 1, 1) __launch_bounds__(kThreads, 1)
-#elif LINEAR == 1 && ROWS == 1 && IN_FEATURES == 2048 && WARPS == 8 && WEIGHT_BITS == 4 && SCALE_GROUP == 128 && !ZEROS
-// While attention has multiprocessors to itself, two blocks of this product share another one. They are compiled for so few registers that a
-// block of the next product with 24 warps finds room beside both.
-#define PACKED_BOUNDS __launch_bounds__(kThreads, kCopyEngine ? 6 : 1)
+#elif ROWS > 1 || WEIGHT_BITS != 4 || SCALE_GROUP != 128 || ZEROS || PORTABLE || __CUDA_ARCH__ < 900
+#define PACKED_BOUNDS __launch_bounds__(kThreads, 1)
+#elif LINEAR == 1 && IN_FEATURES == 2048 && WARPS == 8 && KEPT_ROUNDS == 1
+// While attention has multiprocessors to itself, two blocks of this product may share another one. They are compiled for so few registers that a
+// block of the next product finds room beside both.
+#define PACKED_BOUNDS __launch_bounds__(kThreads, 6)
+// A model 2,048 wide: a block of gate_up with 24 warps and one of down have all registers of a multiprocessor together. With four more for a
+// thread of one of them, down would wait until gate_up has ended.
+#elif LINEAR == 2 && IN_FEATURES == 2048 && WARPS == 24
+#define PACKED_BOUNDS REGISTERS(56)
+#elif LINEAR == 1 && IN_FEATURES == 6144 && WARPS == 8
+#define PACKED_BOUNDS REGISTERS(88)
 #else
 #define PACKED_BOUNDS __launch_bounds__(kThreads, 1)
 #endif
@@ -108,6 +123,8 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
   uint32_t place = x.base() + (SHARED_RUN ? 0 : at.run * kRunSlices * kXSliceBytes);
   // Where four warps multiply together the number of instructions is the limit: a chunk is unrolled, so that addresses are parts of them.
   constexpr int kUnrolled = !WGMMA_PRODUCTS || kThreads > 512 || (WEIGHT_BITS == 8 && NT == 8) ? 1 : 4;
+  // Whether the last chunk of every run has two slices, which can be joined.
+  constexpr bool kJoinsRest = ROWS == 1 && kTogether > 1 && kResident && kSlices % kRunSlices == 0 && kRunSlices % kChunkSlices == 2;
   constexpr bool kAreWhole = ROWS == 1 && kSlices % kRunSlices + kRunSlices % kChunkSlices == 0;   // no chunk has fewer slices
 #pragma unroll 1
   for (int done = 0; done < at.slices; done += kChunkSlices) {
@@ -120,6 +137,8 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
         multiply<kTogether>(out, unit, place, at, has_tile);
         place += kTogether * kXSliceBytes, unit += kTogether * kUnitBytes;
       }
+    } else if constexpr (kJoinsRest) {
+      multiply<2>(out, unit, place, at, has_tile);
     } else {
 #pragma unroll 1
       for (int i = 0; i < left; i++) {
@@ -133,10 +152,11 @@ DEVICE void accumulate(Sums& out, WeightStream& weights, Activations& x, const L
   finish_sums(out);
 }
 
-// Whether the products of all rounds go side by side: with one row and runs of one slice.
-constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kRunSlices == 1 && kSlots >= KEPT_ROUNDS;
-// Whether all warps have asked for their weights of all rounds before x: then these come long before it, and nobody waits for them behind it.
-constexpr bool kWaitsBeforeX = kJoinsRounds && kAllAreEarly && kEarlySlots >= KEPT_ROUNDS;
+// Whether the products of all rounds go side by side.
+constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kAreRunsJoined && kSlots >= KEPT_ROUNDS;
+// Whether all warps have asked for their weights of all rounds before x, a slice of each: then these come long before it, and nobody waits for
+// them behind it.
+constexpr bool kWaitsBeforeX = kJoinsRounds && kRunSlices == 1 && kAllAreEarly && kEarlySlots >= KEPT_ROUNDS;
 
 // Whether the compiler is told that T is 1 with one row: code without tests of it is faster with 4,096 columns, and slower with 2,048.
 constexpr bool kKnowsRows = ROWS == 1 && NORM && IN_FEATURES >= 4096;
@@ -242,7 +262,7 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_qkv)(
     const scalar_t* __restrict__ bias, const float* __restrict__ rope, const int* positions, const int* locations, const int* slots,
     const int* __restrict__ block_tables, int T, int num_heads, int num_kv_heads, int pages_per_sequence, int max_context,
     float eps) {
-#ifdef ROW_PITCH
+#if defined(ROW_PITCH) || TRIGGER == 3
   pdl_launch_dependents();
 #endif
   QkvEpilogue<NT, kThreadPairs, kGuesses> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,

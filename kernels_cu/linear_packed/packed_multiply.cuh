@@ -325,11 +325,14 @@ DEVICE void finish_sums(Sums& out) {
     for (int c = 0; c < 4; c++) out[i][c] *= 1.0f / kCodeFactor;
 }
 
-// With one row and runs of one slice: computes the warp's sums of all rounds side by side, because the products of one slice depend on each
-// other. With the copy engine WeightStream::wait_for_rounds must have waited for their chunks.
+// Whether a warp multiplies its whole run of one row at once: a slice, or a chunk of two.
+constexpr bool kAreRunsJoined = kRunSlices == 1 || (ROWS == 1 && kRunSlices == 2 && kChunkSlices == 2 && SCALE_GROUP >= 32 && kSlices % 2 == 0);
+
+// With one row and such runs: computes the warp's sums of all rounds side by side, because the products of one slice depend on each other.
+// With the copy engine WeightStream::wait_for_rounds must have waited for their chunks.
 template <int ROUNDS>
 DEVICE void accumulate_rounds(Sums (&out)[ROUNDS], const WeightStream& weights, const Activations& x, const Lane& at) {
-  static_assert(ROUNDS <= kSlots && kRunSlices == 1, "a ring holds a slice of each round");
+  static_assert(ROUNDS <= kSlots && kAreRunsJoined, "a ring holds a run of each round");
   uint32_t units[ROUNDS];
 #pragma unroll
   for (int round = 0; round < ROUNDS; round++) units[round] = weights.ring + round * kChunkBytes;
@@ -338,7 +341,7 @@ DEVICE void accumulate_rounds(Sums (&out)[ROUNDS], const WeightStream& weights, 
     __syncwarp();
   }
   // Sums of a tile that does not exist mean nothing.
-  if (at.slices > 0) multiply_row<1>(out, units, x.base() + at.run * kXSliceBytes, at);
+  if (at.slices > 0) multiply_row<kRunSlices>(out, units, x.base() + at.run * kRunSlices * kXSliceBytes, at);
 #pragma unroll
   for (int round = 0; round < ROUNDS; round++) finish_sums(out[round]);
 }

@@ -79,6 +79,14 @@ LARGE = {
     "8B down": ("residual", 4096, 16384, 0, 0, 128, False, False),
     "MiniCPM3 gate_up": ("gate_up", 12800, 2560, 0, 0, 128, False, False),
     "8B head": ("head", 20001, 4096, 0, 0, 64, True, False),
+    "5-2B qkv": ("qkv", 2560, 2048, 128, 2, 128, False, False),
+    "5-2B o": ("residual", 2048, 2048, 0, 0, 128, False, False),
+    "5-2B gate_up": ("gate_up", 12288, 2048, 0, 0, 128, False, False),
+    "5-2B down": ("residual", 2048, 6144, 0, 0, 128, False, False),
+    "5-2B qkv, groups of 32": ("qkv", 2560, 2048, 128, 2, 32, True, False),
+    "permuted 5-2B o, groups of 64": ("residual", 2048, 2048, 0, 0, 64, False, True),
+    "5-2B down, groups of 64": ("residual", 2048, 6144, 0, 0, 64, True, False),
+    "runs without columns, side by side": ("gate_up", 7680, 1536, 0, 0, 128, False, False),
     "EAGLE-3 qkv": ("qkv", 4608, 8192, 128, 2, 128, False, False),
     "EAGLE-3 fc": ("residual", 4096, 12288, 0, 0, 128, False, False),
 }
@@ -535,6 +543,30 @@ def test_no_two_blocks_of_a_small_product_that_fills_the_device_share_a_multipro
     plan = plan_packed(make_layout("0.5B gate_up", H200), 1, H200)
     assert plan.grid == H200.num_sms
     assert plan.constants.smem_bytes * 2 <= H200.shared_bytes_per_block < plan.shared_bytes * 2
+
+
+def test_two_tiles_of_a_block_go_side_by_side() -> None:
+    for name, tiles in (("5-2B qkv", 160), ("5-2B o", 128)):
+        layout = make_layout(name, H200)
+        plan = plan_packed(layout, 1, H200)
+        own = plan.constants
+        assert (layout.num_tiles, plan.grid) == (tiles, tiles // 2)
+        assert (own.warps, own.kept_rounds, own.early_slots) == (8, 2, 2)
+        assert (own.trigger, plan.shared_bytes) == (0, own.smem_bytes)
+        assert plan_packed(layout, 1, RTX_4090).constants.kept_rounds == 1 + (name == "5-2B qkv")
+
+
+def test_which_product_starts_attention_before_its_wait() -> None:
+    """No two of its blocks share a multiprocessor."""
+    layout = make_layout("5-2B qkv", H200)
+    plan, early = (plan_packed(layout, 1, H200, starts_next=starts) for starts in (False, True))
+    assert early.constants == replace(plan.constants, trigger=3) and early.grid == plan.grid
+    assert early.constants.smem_bytes < H200.shared_bytes_per_block // 2 < early.shared_bytes
+    other = layout_of("qkv", (2560, 2304), 128, H200, head_dim=128)
+    for given, rows, device in (
+        (layout, 8, H200), (layout, 1, RTX_4090), (other, 1, H200), (make_layout("5-2B o", H200), 1, H200),
+    ):  # fmt: skip
+        assert plan_packed(given, rows, device, starts_next=True) == plan_packed(given, rows, device)
 
 
 def test_8_wide_rows_are_normalised_in_clusters_where_one_round_has_all_tiles_else_once_for_all_blocks() -> None:

@@ -30,7 +30,9 @@ from cpmrt.weights.model_folder import ModelFolder
 
 H200 = known_device("sm_90")
 PORTABLE = replace(H200, capability=86, shared_bytes_per_block=101_376, whole_clusters=0)
-EIGHT_B, HALF_B = (shape_config(name) | {"num_hidden_layers": 1} for name in ("minicpm4-8b", "minicpm4-0.5b"))
+EIGHT_B, HALF_B, TWO_B = (
+    shape_config(name) | {"num_hidden_layers": 1} for name in ("minicpm4-8b", "minicpm4-0.5b", "minicpm5-2b")
+)
 PACKED = {"quantization_config": gptq_config()}
 SPARSE = {"dense_len": 3 * SHORT_KEYS}
 SHORT, INSIDE, DENSE = RowKind("short"), RowKind(is_inside=True), RowKind(is_dense=True)
@@ -64,6 +66,9 @@ def forward_of(
     (EIGHT_B, {"device": known_device("sm_89")}, [ANY_ROWS]),
     (HALF_B | PACKED, {}, [SHORT, ANY_ROWS]),
     (HALF_B | PACKED, {"max_context": SHORT_KEYS}, [SHORT, ANY_ROWS]),
+    (TWO_B | PACKED, {"max_context": SHORT_KEYS}, [SHORT, ANY_ROWS]),
+    (TWO_B, {"max_context": SHORT_KEYS}, [ANY_ROWS]),
+    (TWO_B | PACKED, {"device": PORTABLE}, [ANY_ROWS]),
     (shape_config("minicpm3-4b") | {"num_hidden_layers": 1}, {"max_context": 4096}, [ANY_ROWS]),
     (EIGHT_B, {"sparse": SPARSE}, [SHORT_DENSE, INSIDE_DENSE, INSIDE, ANY_ROWS]),
     (EIGHT_B, {"sparse": SPARSE, "kv_dtype": "fp8"}, [SHORT_DENSE, INSIDE_DENSE, INSIDE, ANY_ROWS]),
@@ -71,9 +76,25 @@ def forward_of(
     (EIGHT_B, {"sparse": SPARSE, "draft": "lookup"}, [replace(DENSE, length="short"), DENSE, ANY_ROWS]),
 ])  # fmt: skip
 def test_the_kinds_of_one_row(config: dict[str, Any], options: dict[str, Any], kinds: Sequence[RowKind]) -> None:
-    """One row has the expected kinds; where q, k, v and attention are one launch, short rows have a kind in any
-    context."""
+    """One row has the expected kinds; where q, k, v and attention are one launch, or attention starts before its
+    product has waited, short rows have a kind in any context."""
     assert list(forward_of(config, **options).row_kinds(1)) == kinds
+
+
+def test_attention_starts_before_its_product_waits_only_behind_embed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It then reads early what is older than `embed`, which starts the next kernel behind its own wait."""
+    launched = list[tuple[str, Any]]()
+
+    def note(self: Launcher, spec: Any, constants: Any, *args: Any, **options: Any) -> None:
+        launched.append((spec.name, getattr(constants, "trigger", None)))
+
+    forward = forward_of(TWO_B | PACKED | {"num_hidden_layers": 3})
+    monkeypatch.setattr(Launcher, "__call__", note)
+    for rows, kind, trigger in ((1, SHORT, 3), (1, ANY_ROWS, 0), (2, ANY_ROWS, 0)):
+        launched.clear()
+        forward.decode(rows, kind=kind)
+        assert launched[0][0] == "embed"
+        assert [found for name, found in launched if name == "linear_packed_qkv"] == [trigger] * 3
 
 
 def test_several_rows_are_never_short() -> None:

@@ -117,7 +117,8 @@ class StepProduct:
     `x` [T, K], or wider, are the rows, of which the first K columns enter the product, normalised unless `norm` is None
     ("residual" products have none). `outputs` are the kernel's first arguments, `rest` its last, of a "qkv" product a
     QkvRest, of a "residual" product a ResidualRest. Only these two kinds have a `bias`. `head_dim` is that of a "qkv"
-    product, `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`.
+    product, `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`. With `starts_next` a "qkv"
+    product may start the next kernel before its own wait, since that kernel may begin beside any of this step's layers.
     """
 
     kind: Product
@@ -129,6 +130,7 @@ class StepProduct:
     bias: DeviceArray | None = None
     head_dim: int = 0
     fatrelu: float | None = None
+    starts_next: bool = False
 
     def row_pitch(self, in_features: int) -> int | None:
         """Return the columns of the rows if they are wider than the product, as a compile-time constant; else None."""

@@ -18,7 +18,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.decode import DecodePlan
-from cpmrt.cuda.ops.attention.qkv import HeldRowAttention, hold_qkv
+from cpmrt.cuda.ops.attention.qkv import HeldRowAttention, hold_qkv, is_lone_row
 from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, nodes_of, scales_of
@@ -118,8 +118,10 @@ class Products:
             num_positions=np.int32(0 if rope is None else rope.shape[1]), eps=np.float32(eps),
         )  # fmt: skip
 
-        def project(*outputs: KernelArgument) -> Handoff:
-            product = StepProduct("qkv", outputs, x, weights.norm, eps, rest, weights.bias, head_dim)
+        def project(*outputs: KernelArgument, starts_next: bool = False) -> Handoff:
+            product = StepProduct(
+                "qkv", outputs, x, weights.norm, eps, rest, weights.bias, head_dim, starts_next=starts_next
+            )  # fmt: skip
             return self._step(product, weights.weight)
 
         assert self._qkv is not None, "planned without grouped attention"
@@ -128,7 +130,7 @@ class Products:
             self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
             self._append(q, kv, raw, weights.bias, weights, (q_nope, nope), rest, rows)
         elif rope is not None and weights.q_norm is None and q_nope is None and not isinstance(kv.k, Fp8Pages):
-            left = project(q, kv.k, kv.v)
+            left = project(q, kv.k, kv.v, starts_next=is_attended and is_lone_row(x, rows))
         else:  # with null pages the kernel stores the projection as it is, the bias added
             left = project(raw, None, None)
             self._append(q, kv, raw, None, weights, (q_nope, nope), rest, rows)

@@ -16,7 +16,7 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.attention.decode import DecodePlan
-from cpmrt.cuda.ops.attention.qkv import joined_plan
+from cpmrt.cuda.ops.attention.qkv import has_short_row
 from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import accept_nodes, compress_path
@@ -51,7 +51,7 @@ class StepForward:
         plan = attention_plan(config, device, caches, max_rows=len(arrays["x"]))
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
         self._attention = plan if isinstance(plan, AttentionPlan) else None
-        self._joins = self._attention is not None and _joins(
+        self._has_short_row = self._attention is not None and _has_short_row(
             self._model.layers.layers[0], self._attention.decode, device
         )
         self.screen: ScreenedHead | None = None
@@ -112,7 +112,7 @@ class StepForward:
 
     def _has_short(self, num_rows: int) -> bool:
         """Whether `num_rows` rows that see all keys have launches of their own where all are short."""
-        if num_rows == 1 and self._joins:
+        if num_rows == 1 and self._has_short_row:
             return True
         return self._attention is not None and self._attention.has_short_launch(num_rows)
 
@@ -182,11 +182,11 @@ class StepForward:
         self._model.logits(self.ops, logits, x)
 
 
-def _joins(layer: BoundLayer, decode: DecodePlan, device: Device) -> bool:
-    """Whether the attention of one short row is one launch together with the product of its q, k and v."""
+def _has_short_row(layer: BoundLayer, decode: DecodePlan, device: Device) -> bool:
+    """Whether one short row has launches of its own: for q, k and v, or for these and attention together."""
     mixer, bound = layer.config.mixer, layer.mixer
     if not isinstance(mixer, GroupedAttention) or not isinstance(bound, BoundAttention):
         return False
     if mixer.sparse is not None or mixer.window > 0 or not mixer.rope:
         return False
-    return joined_plan(decode, device, bound.pages, bound.qkv) is not None
+    return has_short_row(decode, device, bound.pages, bound.qkv)

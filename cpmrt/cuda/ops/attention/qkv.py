@@ -18,6 +18,7 @@ from cpmrt.cuda.ops.linear import plan_linear
 from cpmrt.cuda.ops.linear_packed.constants import LinearPackedConstants
 from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn
 from cpmrt.cuda.ops.linear_packed.layout import TILE_ROWS, PackedLayout, PackedWeight, Weight, data_of, whole_lines
+from cpmrt.cuda.ops.linear_packed.pairs import has_pairs
 from cpmrt.cuda.ops.linear_packed.plan import plan_kv_heads
 from cpmrt.ops import Fp8Pages, KVPages, QkvWeights, Rows
 
@@ -171,6 +172,23 @@ def joined_plan(decode: DecodePlan, device: Device, kv: KVPages, weights: QkvWei
     return None if weight.perm is not None else _plan(weight.shape, weight.layout, decode, device)
 
 
+def has_short_row(decode: DecodePlan, device: Device, kv: KVPages, weights: QkvWeights) -> bool:
+    """Whether the op `qkv` and the attention of one short row with RoPE have launches of their own."""
+    weight: Weight = weights.weight
+    starts_attention = isinstance(weight, PackedWeight) and has_pairs(weight.layout, 1, device)
+    return starts_attention or joined_plan(decode, device, kv, weights) is not None
+
+
+def is_lone_row(x: DeviceArray, rows: Rows) -> bool:
+    """Whether this is the row of a decode step of one sequence with few keys.
+
+    Such a step launches `embed`, which starts the next kernel behind its own wait, and then the layers. So what `embed`
+    finds written, the row's place and all older keys, a kernel of any layer may read before its wait.
+    """
+    is_plain = rows.locations is None and rows.tree_masks is None and rows.reach is None
+    return len(x) == 1 and rows.kind.length == "short" and is_plain
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class HeldQkv:
     """The op `qkv` of one row, left to the kernel of its attention: its plan and the operands that the kernel takes."""
@@ -189,8 +207,7 @@ def hold_qkv(
 ) -> HeldQkv | None:  # fmt: skip
     """Return the op `qkv` held for the launch of its attention; None where it has to be launched alone."""
     weight: Weight = weights.weight
-    is_plain = rows.locations is None and rows.tree_masks is None and rows.reach is None
-    if len(x) > 1 or rows.kind.length != "short" or not is_plain or rope is None or x.shape[1] != weight.shape[1]:
+    if not is_lone_row(x, rows) or rope is None or x.shape[1] != weight.shape[1]:
         return None
     plan, norm = joined_plan(decode, device, kv, weights), weights.norm
     return None if plan is None or norm is None else HeldQkv(plan, x, norm, data_of(weight), rope, eps)

@@ -13,6 +13,7 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, STARTS_EARLY, row_bucket
 from cpmrt.cuda.ops.linear_packed.constants import LatentQueriesConstants, LinearPackedConstants, PrepareConstants
 from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
+from cpmrt.cuda.ops.linear_packed.pairs import has_pairs
 from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
 from cpmrt.weights.ternary import TERNARY_BITS
 
@@ -52,7 +53,7 @@ _HALF_EARLY_LEVEL, _HALF_EARLY_ROWS = 65_536, 32
 # When the next kernel may start (TRIGGER). At 64 rows the one after a residual product is prepare_rows, whose blocks
 # take registers from the product after it. Outside of clusters, x of _ROWS_BEFORE_NEXT rows would queue behind the
 # early reads of the next kernel.
-_AT_ONCE, _AT_END, _BEHIND_X, _LATE_TRIGGER_ROWS = 0, 1, 2, 64
+_AT_ONCE, _AT_END, _BEHIND_X, _BEFORE_WAIT, _LATE_TRIGGER_ROWS = 0, 1, 2, 3, 64
 _ROWS_BEFORE_NEXT = {"residual": 32, "gate_up": 32}
 # In models up to this width all products ask for as much shared memory as a multiprocessor has, in wider ones none. A
 # multiprocessor changes its split of shared memory and L1 only while it is idle, so a block that wants another split
@@ -143,11 +144,13 @@ def plan_packed(
     has_norm: bool = True,
     is_fed: bool = False,
     row_pitch: int | None = None,
+    starts_next: bool = False,
 ) -> PackedPlan:
     """Plan one product; `permuted` weights take their rows from `PREPARE`, which gathers the columns.
 
     `has_norm` False: rows enter the product as they are, as those of "residual" always do. `is_fed`: the product before
     has prepared the rows. `row_pitch`: the columns of the rows, where they are more than the product takes.
+    `starts_next`: as in `StepProduct`; the product does so only where that pays.
     """
     rows = row_bucket(num_rows, ROW_BUCKETS)
     work = _Work.of(layout, rows, device)
@@ -158,11 +161,12 @@ def plan_packed(
     constants = _constants(
         layout, rows, device, work, memory,
         normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
-        row_pitch=row_pitch,
+        row_pitch=row_pitch, starts_next=starts_next and layout.product == "qkv" and has_pairs(layout, rows, device),
     )  # fmt: skip
-    # One row with a block for each multiprocessor asks for so much shared memory that no two blocks share one.
+    # One row with a block for each multiprocessor asks for so much shared memory that no two blocks share one. So does
+    # a product behind which attention waits already: it would wait 0.5 us longer for two that did.
     fills = rows == 1 and work.grid == device.num_sms
-    alone = device.lone_block_bytes if fills else 0
+    alone = device.lone_block_bytes if fills or constants.trigger == _BEFORE_WAIT else 0
     shared_bytes, is_narrow = max(memory.nbytes, alone), _width(layout) <= _NARROW_WIDTH
     return PackedPlan(layout, constants, work.grid, work.warps * 32, shared_bytes, is_narrow)
 
@@ -224,7 +228,7 @@ def _plan_row(layout: PackedLayout, device: Device, work: _Work, row_pitch: int 
 
 def _constants(
     layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory,
-    *, normalises: bool, prepared: bool, row_pitch: int | None,
+    *, normalises: bool, prepared: bool, row_pitch: int | None, starts_next: bool = False,
 ) -> LinearPackedConstants:
     # Ternary weights come so fast that the first warps should begin soon: EARLY_WARPS and OWN_RUNS. One row's products
     # in 4 bits wait for memory, and lose by both; qkv also waits for the row's place and was not measured with them.
@@ -245,7 +249,7 @@ def _constants(
         own_runs=True if is_ternary_row and shares_runs else None,
         received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),
         smem_bytes=memory.nbytes, row_pitch=row_pitch,
-        trigger=_trigger(layout, rows, work),
+        trigger=_BEFORE_WAIT if starts_next else _trigger(layout, rows, work),
     )  # fmt: skip
 
 
@@ -287,9 +291,11 @@ class _Work:
         exchanges = shared_run and layout.runs > 1
         in_clusters = exchanges and can_cluster
         groups = device.whole_clusters if in_clusters else max(1, device.num_sms // copies)
-        warps = _block_warps(layout.num_tiles, groups, device, shared_run)
+        takes_pairs = has_pairs(layout, rows, device)
+        warps = RUNS if takes_pairs else _block_warps(layout.num_tiles, groups, device, shared_run)
         tiles = warps if shared_run else warps // layout.runs
-        grid = copies * min(groups, layout.num_tiles if in_clusters else ceil(layout.num_tiles / tiles))
+        of_block = 1 if in_clusters else 2 if takes_pairs else tiles
+        grid = copies * min(groups, ceil(layout.num_tiles / of_block))
         rounds = ceil(layout.num_tiles * copies / grid / tiles)
         kept = rounds if rows == 1 and not shared_run and rounds <= _MOST_KEPT_ROUNDS else 1
         ring = Ring.of(layout, rows, warps, rounds)
@@ -304,6 +310,8 @@ class _Work:
 
         `whole_rows`: each block normalises all of x.
         """
+        if self.kept_rounds > 1:
+            return self.ring.slots
         if self.shared_run and whole_rows and rows == _LATE_WEIGHTS_ROWS:
             return 0
         return (_EARLY_BYTES if self.shared_run else _EARLY_SPLIT_BYTES) // self.ring.level

@@ -237,7 +237,10 @@ class PackedProducts:
             if plan.prepare == fed.constants:
                 return plan, fed.rows
         pitch = product.row_pitch(weight.layout.in_features)
-        plan = _plan(weight.layout, len(x), self._device, has_norm=has_norm, permuted=permuted, row_pitch=pitch)
+        plan = _plan(
+            weight.layout, len(x), self._device, has_norm=has_norm, permuted=permuted, row_pitch=pitch,
+            starts_next=product.starts_next,
+        )  # fmt: skip
         if not plan.constants.prepared:
             return plan, x
         eps, rows = np.float32(product.eps), self._scratch.rows
