@@ -34,9 +34,9 @@ _PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP
 # lower for up to 8 rows (more were not measured) where all tiles find room in clusters: each of their blocks then turns
 # only an eighth of x into integers.
 _LARGEST_WHOLE_X, _LARGEST_NORMALISED_X, _SHARED_ROWS = 98_304, 61_440, 8
-# Stages of x; and the most rounds whose sums a product of one row keeps (KEPT_ROUNDS), so few that each thread finishes
-# one output of all of them.
-_STAGES, _MOST_KEPT_ROUNDS = 4, 4
+# Stages of x; the most rounds whose sums a product of one row keeps (KEPT_ROUNDS), so few that each thread finishes one
+# output of all of them; and the most slices of a run with which these rounds go side by side.
+_STAGES, _MOST_KEPT_ROUNDS, _JOINED_SLICES = 4, 4, 2
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
 # the multiprocessors without work: they pay for short runs of K, and where products take less time than the exchange.
 _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
@@ -242,7 +242,7 @@ def _constants(
         warpgroups=work.multiplies_together(rows, layout) and not device.is_portable,
         feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
         early_slots=0 if device.capability < STARTS_EARLY else 1 if is_early_by_half else work.early_slots(
-            rows, whole_rows=layout.runs == 1 and normalises and not prepared
+            layout, rows, whole_rows=layout.runs == 1 and normalises and not prepared
         ),
         small_chunks=work.small_chunks or None,
         early_warps=work.warps // 2 if is_early_by_half else work.early_warps if is_ternary_row else None,
@@ -305,12 +305,12 @@ class _Work:
         ring = Ring.of(layout, rows, warps, rounds, has_small_chunks=small)
         return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, ring, small)
 
-    def early_slots(self, rows: int, *, whole_rows: bool) -> int:
+    def early_slots(self, layout: PackedLayout, rows: int, *, whole_rows: bool) -> int:
         """Return how many chunks of a warp are copied before x is asked for.
 
         `whole_rows`: each block normalises all of x.
         """
-        if self.kept_rounds > 1:
+        if self.kept_rounds > 1 and layout.run_slices <= _JOINED_SLICES:
             return self.ring.slots
         if self.shared_run and whole_rows and rows == _LATE_WEIGHTS_ROWS:
             return 0
