@@ -28,13 +28,11 @@ from cpmrt.weights.repository import has_weights
 
 Parts = tuple[tuple[tuple[TensorSpec, ...], Checkpoint | None], ...]
 """Groups of weights, each with the checkpoint that they are read from; None: they are random."""
-
-
 _SHARE_OF_HEAD_COPY = 64
-"""A copy of the head that nobody asked for takes at most this part of the memory budget.
+"""A copy of the head that nobody asked for takes at most one part in so many of the memory budget.
 
 It makes a step 1.5 to 5 % faster, but where memory is short, other programs and a longer context of the next start need
-it more. With 24 GB MiniCPM4-8B has such a copy, with 8 GB MiniCPM4-0.5B has.
+it more. With 24 GB MiniCPM4-8B has such a copy, and with 8 GB MiniCPM4-0.5B does.
 """
 
 

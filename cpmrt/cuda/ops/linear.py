@@ -118,7 +118,7 @@ class StepProduct:
     ("residual" products have none). `outputs` are the kernel's first arguments, `rest` its last, of a "qkv" product a
     QkvRest, of a "residual" product a ResidualRest. Only these two kinds have a `bias`. `head_dim` is that of a "qkv"
     product, `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`. With `starts_next` a "qkv"
-    product may start the next kernel before its own wait, since that kernel may begin beside any of this step's layers.
+    product may start the next kernel before its own wait: that one reads early only what is older than these layers.
     """
 
     kind: Product

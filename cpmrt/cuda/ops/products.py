@@ -130,7 +130,8 @@ class Products:
             self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
             self._append(q, kv, raw, weights.bias, weights, (q_nope, nope), rest, rows)
         elif rope is not None and weights.q_norm is None and q_nope is None and not isinstance(kv.k, Fp8Pages):
-            left = project(q, kv.k, kv.v, starts_next=is_attended and is_lone_row(x, rows))
+            starts_attention = is_attended and kv.compressed is None and is_lone_row(x, rows)
+            left = project(q, kv.k, kv.v, starts_next=starts_attention)
         else:  # with null pages the kernel stores the projection as it is, the bias added
             left = project(raw, None, None)
             self._append(q, kv, raw, None, weights, (q_nope, nope), rest, rows)

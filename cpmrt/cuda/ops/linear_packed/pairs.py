@@ -12,9 +12,8 @@ _WIDTH, _BITS = 2048, 4
 def has_pairs(layout: PackedLayout, rows: int, device: Device) -> bool:
     """Whether the product takes pairs of tiles: q, k and v, or the output projection, of a model 2,048 wide.
 
-    It then has half as many blocks, which find room beside attention without two of them on one multiprocessor: those
-    end 0.5 us later than the others, and the next kernel waits for the last. MiniCPM5-2B in 4 bits was measured; wider
-    and narrower models have other numbers of tiles.
+    It then has half as many blocks, which find room sooner beside attention and the products around it. That was
+    measured with MiniCPM5-2B in 4 bits; wider and narrower models have other numbers of tiles.
     """
     is_of_stream = layout.product == "qkv" or (layout.product == "residual" and layout.out_features == _WIDTH)
     has_size = layout.in_features == _WIDTH and layout.bits == _BITS and layout.runs == RUNS
