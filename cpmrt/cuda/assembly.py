@@ -96,11 +96,7 @@ def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:
     """
     if folder.lacks_weights:
         device = open_device()
-        opening.fetch_weights(folder, settings, CudaTarget(device), _budget(device, settings))
-
-
-def _budget(device: Device, settings: EngineConfig) -> int:
-    return settings.memory_budget or _free_bytes(device)
+        opening.fetch_weights(folder, settings, CudaTarget(device), settings.memory_budget or _free_bytes(device))
 
 
 def _free_bytes(device: Device) -> int:
@@ -113,9 +109,9 @@ def open_executor(folder: ModelFolder, settings: EngineConfig) -> tuple[Executor
     Raises NoDeviceError, UnsupportedModelError, ConfigError, MemoryPlanError, CheckpointError, KernelCompileError.
     """
     device = open_device()
-    budget = _budget(device, settings)
+    free = _free_bytes(device)
     with open_blueprint(folder, settings, CudaTarget(device)) as blueprint:
-        plan = blueprint.fit(budget, _free_bytes(device))
+        plan = blueprint.fit(settings.memory_budget or free, free)
         with no_collections():
             from cpmrt.cuda.executor import CudaExecutor
 
