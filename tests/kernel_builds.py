@@ -22,6 +22,7 @@ _PACKED = {
     **{"EARLY_SLOTS": 1, "CLUSTERS": 0, "RECEIVED_APART": 0, "FEEDS": 0, "TRIGGER": 0, "KEPT_ROUNDS": 1},
     **{"SMEM_BYTES": 98304, "PORTABLE": 0},
 }
+_ONE_ROW = _PACKED | {"RUNS": 8, "ROWS": 1, "SHARED_RUN": 0, "PREPARED": 0}
 _W16 = {"WEIGHT_BITS": 16}
 _W4 = {"WEIGHT_BITS": 4, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0}
 _W4_SMALL_GROUPS = _W4 | {"RUNS": 8, "SCALE_GROUP": 32, "ZEROS": 1}
@@ -118,30 +119,30 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         for rows in (1, 64)
     ),
     "linear_packed/linear_packed.cu": (
-        {"LINEAR": 4, "IN_FEATURES": 768, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 4, "IN_FEATURES": 768, "WARPS": 16}
         | _WIDER_ROWS
         | {"KEPT_ROUNDS": 3, "SMEM_BYTES": 83200, "KV_RANK": 256, "NOPE_DIM": 64, "ROPE_DIM": 32, "VALUE_DIM": 64},
-        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 1, "IN_FEATURES": 4096, "WARPS": 8}
         | _NO_NORM
         | {"AHEAD": 1},
-        {"LINEAR": 1, "IN_FEATURES": 2048, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 1, "IN_FEATURES": 2048, "WARPS": 8}
         | _NO_NORM
         | {"EARLY_SLOTS": 5, "SMEM_BYTES": 27520},
-        {"LINEAR": 1, "IN_FEATURES": 2048, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 1, "IN_FEATURES": 2048, "WARPS": 8}
         | _NO_NORM
         | {"EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 49024},
-        {"LINEAR": 0, "IN_FEATURES": 2048, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 0, "IN_FEATURES": 2048, "WARPS": 8}
         | {"HEAD_DIM": 128, "EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 49024, "TRIGGER": 3},
-        {"LINEAR": 2, "IN_FEATURES": 2048, "RUNS": 8, "ROWS": 1, "WARPS": 24, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 2, "IN_FEATURES": 2048, "WARPS": 24}
         | {"EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 136064},
-        {"LINEAR": 1, "IN_FEATURES": 6144, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 1, "IN_FEATURES": 6144, "WARPS": 8}
         | _NO_NORM
         | {"EARLY_SLOTS": 3, "SMEM_BYTES": 87936},
         {
@@ -162,12 +163,12 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 16, "WARPS": 8, "SHARED_RUN": 1, "PREPARED": 1}
         | _PACKED
         | {"STAGE_SLICES": 2, "ZEROS": 1, "SCALE_GROUP": 32},
-        {"LINEAR": 0, "IN_FEATURES": 8192, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 0, "IN_FEATURES": 8192, "WARPS": 8}
         | _NO_NORM
         | {"HEAD_DIM": 128},
-        {"LINEAR": 0, "IN_FEATURES": 768, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 0, "IN_FEATURES": 768, "WARPS": 16}
         | _WIDER_ROWS
         | {"HEAD_DIM": 16},
         {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 32, "WARPS": 20, "SHARED_RUN": 1, "PREPARED": 0}
@@ -183,21 +184,21 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 3, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 12, "SHARED_RUN": 1, "PREPARED": 1}
         | _PACKED
         | {"WEIGHT_BITS": 8, "STAGE_SLICES": 1, "WARPGROUPS": 1, "SMEM_BYTES": 232448},
-        {"LINEAR": 2, "IN_FEATURES": 1024, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 2, "IN_FEATURES": 1024, "WARPS": 16}
         | {"KEPT_ROUNDS": 2},
-        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "ROWS": 1, "WARPS": 8, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 1, "IN_FEATURES": 16384, "WARPS": 8}
         | _NO_NORM
         | {"KEPT_ROUNDS": 2, "SMEM_BYTES": 84864, "EARLY_SLOTS": 0, "PORTABLE": 1, "SMALL_CHUNKS": 1},
-        {"LINEAR": 2, "IN_FEATURES": 1536, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 2, "IN_FEATURES": 1536, "WARPS": 16}
         | _FATRELU,
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 0}
         | _PACKED
         | {"WEIGHT_BITS": 2, "SMEM_BYTES": 149376, "EARLY_WARPS": 8},
-        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 1, "IN_FEATURES": 16384, "WARPS": 16}
         | _NO_NORM
         | {"WEIGHT_BITS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 182400, "EARLY_WARPS": 8, "OWN_RUNS": 1},
         {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 8, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
@@ -207,8 +208,8 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 64, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
         | _PACKED
         | {"WEIGHT_BITS": 2, "STAGE_SLICES": 1, "WARPGROUPS": 1, "FEEDS": 1, "SMEM_BYTES": 209792},
-        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "ROWS": 1, "WARPS": 16, "SHARED_RUN": 0, "PREPARED": 0}
-        | _PACKED
+        _ONE_ROW
+        | {"LINEAR": 1, "IN_FEATURES": 4096, "WARPS": 16}
         | _NO_NORM
         | {"WEIGHT_BITS": 8, "SCALE_GROUP": 16, "ZEROS": 2, "SMEM_BYTES": 182400},
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "ROWS": 16, "WARPS": 16, "SHARED_RUN": 1, "PREPARED": 1}
