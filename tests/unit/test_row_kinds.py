@@ -67,6 +67,7 @@ def forward_of(
     (HALF_B | PACKED, {}, [SHORT, ANY_ROWS]),
     (HALF_B | PACKED, {"max_context": SHORT_KEYS}, [SHORT, ANY_ROWS]),
     (TWO_B | PACKED, {"max_context": SHORT_KEYS}, [SHORT, ANY_ROWS]),
+    (TWO_B | PACKED, {"max_context": SHORT_KEYS, "kv_dtype": "fp8"}, [ANY_ROWS]),
     (TWO_B, {"max_context": SHORT_KEYS}, [ANY_ROWS]),
     (TWO_B | PACKED, {"device": PORTABLE}, [ANY_ROWS]),
     (shape_config("minicpm3-4b") | {"num_hidden_layers": 1}, {"max_context": 4096}, [ANY_ROWS]),

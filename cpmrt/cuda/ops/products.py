@@ -18,7 +18,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.decode import DecodePlan
-from cpmrt.cuda.ops.attention.qkv import HeldRowAttention, hold_qkv, is_lone_row
+from cpmrt.cuda.ops.attention.qkv import HeldRowAttention, hold_qkv, is_followed_by_attention, is_lone_row
 from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, nodes_of, scales_of
@@ -130,7 +130,7 @@ class Products:
             self._dense(raw, self._normalised(x, weights.norm, eps), weights.weight)
             self._append(q, kv, raw, weights.bias, weights, (q_nope, nope), rest, rows)
         elif rope is not None and weights.q_norm is None and q_nope is None and not isinstance(kv.k, Fp8Pages):
-            starts_attention = is_attended and kv.compressed is None and is_lone_row(x, rows)
+            starts_attention = is_attended and is_followed_by_attention(kv, weights) and is_lone_row(x, rows)
             left = project(q, kv.k, kv.v, starts_next=starts_attention)
         else:  # with null pages the kernel stores the projection as it is, the bias added
             left = project(raw, None, None)

@@ -164,18 +164,25 @@ def joined_plan(decode: DecodePlan, device: Device, kv: KVPages, weights: QkvWei
     """Plan the op `qkv` and the attention of one short row with RoPE as one launch, for these weights and pages; None
     where they stay two launches."""
     weight: Weight = weights.weight
-    extras = weights.bias, weights.q_norm, weights.k_norm, kv.compressed
-    if any(extra is not None for extra in extras) or isinstance(kv.k, Fp8Pages):
+    if weights.bias is not None or not is_followed_by_attention(kv, weights):
         return None
     if not isinstance(weight, PackedWeight):
         return _plan(weight.shape, None, decode, device)
     return None if weight.perm is not None else _plan(weight.shape, weight.layout, decode, device)
 
 
+def is_followed_by_attention(kv: KVPages, weights: QkvWeights) -> bool:
+    """Whether attention follows the product of q, k and v directly: no norms of heads, pages in fp8 or compressed keys
+    need a kernel between them."""
+    needs_more = any(extra is not None for extra in (weights.q_norm, weights.k_norm, kv.compressed))
+    return not needs_more and not isinstance(kv.k, Fp8Pages)
+
+
 def has_short_row(decode: DecodePlan, device: Device, kv: KVPages, weights: QkvWeights) -> bool:
     """Whether the op `qkv` and the attention of one short row with RoPE have launches of their own."""
     weight: Weight = weights.weight
-    starts_attention = isinstance(weight, PackedWeight) and has_pairs(weight.layout, 1, device)
+    takes_pairs = isinstance(weight, PackedWeight) and has_pairs(weight.layout, 1, device)
+    starts_attention = takes_pairs and is_followed_by_attention(kv, weights)
     return starts_attention or joined_plan(decode, device, kv, weights) is not None
 
 
