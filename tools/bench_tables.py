@@ -31,11 +31,12 @@ _LINES_OF_AN_ERROR = 5
 _8B, _05B, _INT4 = "--shape minicpm4-8b", "--shape minicpm4-0.5b", "--weight-bits 4"
 _SHORT, _LONG, _SPARSE = "--max-context 2048", "--max-context 131072", "--sparse {}"
 _MANY = "--case 1024:64:8 --case 1024:192:32 --case 1024:64:64"
+_MANY_LONG = "--case 8000:192:8 --case 32512:256:8"
 # Prompts of 128K and more take seconds, and are measured once behind a warm-up.
 _AT_1K, _AT_32K, _AT_128K = "--case 1024:256", "--context 32K", "--context 128K --repeats 1"
 _TREE = f"{_8B} --draft eagle2 --draft-weight-bits 4 --draft-vocab 32768 --draft-head-bits 4 --simulate-accept 2.5"
 _NODES_12 = f"{_TREE} --draft-iters 2 --tree-size 12"
-_HEAD_8 = "--lm-head-bits 8"
+_HEAD_8, _WINDOW = "--lm-head-bits 8", "--draft-window 1024"
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ ROWS = (
     Row("8b int4, 32 nodes", f"{_TREE} {_INT4} --draft-iters 4 --tree-size 32 {_SHORT} {_AT_1K}"),
     Row("8b bf16, 12 nodes", f"{_NODES_12} {_SHORT} {_AT_1K}"),
     Row("8b int4, sparse, 12 nodes, 128K", f"{_NODES_12} {_INT4} {_SPARSE} {_LONG} {_AT_128K}"),
+    Row("8b int4, sparse, 12 nodes, window, 128K", f"{_NODES_12} {_WINDOW} {_INT4} {_SPARSE} {_LONG} {_AT_128K}"),
     Row("8b int4, portable", f"{_8B} {_INT4} {_LONG} {_AT_1K} --context 8K {_AT_32K}", is_portable=True),
     Row("8b bf16, portable", f"{_8B} {_SHORT} {_AT_1K}", is_portable=True),
     Row("05b bf16, portable", f"{_05B} {_SHORT} {_AT_1K}", is_portable=True),
@@ -102,7 +104,7 @@ ROWS = (
     Row("sala int4, sequences", f"--shape minicpm-sala-9b {_INT4} {_SHORT} --case 1024:64:8"),
     Row("sala bf16", f"--shape minicpm-sala-9b {_LONG} --prefill-chunk 4096 {_AT_1K}"),
     Row("sala bf16, 128K", f"--shape minicpm-sala-9b {_LONG} --prefill-chunk 4096 {_AT_128K}"),
-    Row("8b int4, long sequences", f"{_8B} {_INT4} --max-context 32768 --repeats 1 --case 8128:64:8 --case 32704:64:8"),
+    Row("8b int4, long sequences", f"{_8B} {_INT4} --max-context 32768 --repeats 1 {_MANY_LONG}"),
     Row("starts, 05b int4", f"{_05B} {_INT4} {_SHORT} --case 64:32 --startup"),
     Row("starts, 05b bf16", f"{_05B} {_SHORT} --case 64:32 --startup"),
     Row("starts, 8b bf16", f"{_8B} {_SHORT} --case 64:32 --startup"),
