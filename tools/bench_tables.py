@@ -143,7 +143,7 @@ def file_name(row: Row) -> str:
 
 def measure(row: Row, folder: Path) -> dict[str, Any] | None:
     """Run a row and return its report, which is also written to the folder; None, after a message, where it fails."""
-    path = folder / file_name(row)
+    path = folder.resolve() / file_name(row)
     path.unlink(missing_ok=True)
     env = os.environ | ({"CPMRT_PORTABLE": "1"} if row.is_portable else {})
     try:
@@ -187,10 +187,17 @@ def _machine(reports: Sequence[Mapping[str, Any]]) -> str:
     return f"{first['device'].get('name', 'no GPU')}, {first['date'][:10]}{speed}."
 
 
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--only", type=re.compile, metavar="REGEX", help="the rows whose name this finds")
+    parser.add_argument("--only", type=_pattern, metavar="REGEX", help="the rows whose name this finds")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="begin no row after this time")
     args = parser.parse_args(arguments)
     rows = [row for row in ROWS if args.only is None or args.only.search(row.name)]

@@ -47,7 +47,8 @@ def test_a_row_that_fails_hides_no_other(
 ) -> None:
     rows = tool.Row("broken", "--weight-bits 3"), tool.Row("demo", DEMO), tool.Row("demo again", DEMO)
     monkeypatch.setattr(tool, "ROWS", rows)
-    assert tool.main(["--out", str(tmp_path), "--only", "^broken$|^demo$"]) == 1
+    monkeypatch.chdir(tmp_path)
+    assert tool.main(["--out", ".", "--only", "^broken$|^demo$"]) == 1
     printed, table = capsys.readouterr().out, (tmp_path / "tables.md").read_text()
     assert "broken: exit code 2\n" in printed and "--weight-bits" in printed
     assert "| demo | 16:4:1 | " in printed and "| demo | 16:4:1 | " in table and "again" not in table
@@ -63,3 +64,6 @@ def test_names_that_no_row_has_are_refused(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         tool.main(["--out", str(tmp_path), "--only", "9b"])
     assert "no row's name has '9b'; names are 8b int4; " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tool.main(["--out", str(tmp_path), "--only", "8b("])
+    assert "'8b(' is no regular expression: " in capsys.readouterr().err
