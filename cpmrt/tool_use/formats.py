@@ -12,9 +12,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from cpmrt.tool_use.calls import DECODER, Call, Schemas, as_json, properties_of, within_floats
+from cpmrt.tool_use.calls import DECODER, Call, Schemas, as_json, properties_of
+from cpmrt.tool_use.python_literals import literal, parsed
 from cpmrt.tool_use.xml_calls import read_xml_call
 
 MAX_CALL_CHARACTERS = 2**20
@@ -109,11 +110,7 @@ def read_python_calls(text: str, schemas: Schemas) -> list[Call]:
     Positional arguments are taken in the order of the schema's properties.
     """
     fenced = _FENCE.match(text)
-    try:
-        tree = ast.parse((fenced[1] if fenced else text).strip())
-    except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError("no Python") from None
-    calls = [_python_call(statement, schemas) for statement in tree.body]
+    calls = [_python_call(statement, schemas) for statement in parsed((fenced[1] if fenced else text).strip())]
     if not calls:
         raise ValueError("no call")
     return calls
@@ -127,11 +124,11 @@ def _python_call(statement: ast.stmt, schemas: Schemas) -> Call:
     order = list(properties_of(schemas.get(name, {})))
     if len(node.args) > len(order):
         raise ValueError("positional arguments without names")
-    arguments = {order[index]: _literal(value) for index, value in enumerate(node.args)}
+    arguments = {order[index]: literal(value) for index, value in enumerate(node.args)}
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("unpacked arguments")
-        arguments.setdefault(keyword.arg, _literal(keyword.value))
+        arguments.setdefault(keyword.arg, literal(keyword.value))
     return Call(name, as_json(arguments))
 
 
@@ -143,36 +140,6 @@ def _dotted(node: ast.expr) -> str:
     if not isinstance(node, ast.Name):
         raise ValueError("no function name")
     return ".".join([node.id, *reversed(parts)])
-
-
-class _AsJson(ast.NodeTransformer):
-    """Makes Python literals be read as `DECODER` reads JSON.
-
-    The first value of a repeated key counts, floats stay finite, and true, false and null are constants.
-    """
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
-        return ast.Constant(within_floats(node.value)) if isinstance(node.value, float) else node
-
-    def visit_Dict(self, node: ast.Dict) -> ast.expr:
-        first = dict[str, tuple[ast.expr | None, ast.expr]]()
-        for key, value in zip(node.keys, node.values, strict=True):
-            first.setdefault(ast.dump(key) if key else "", (key, value))
-        keys, values = [key for key, _ in first.values()], [value for _, value in first.values()]
-        return self.generic_visit(ast.Dict(keys, values))  # type: ignore[return-value]
-
-
-_CONSTANTS = {"true": True, "false": False, "null": None}
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(_AsJson().visit(node))
-    except (RecursionError, MemoryError, TypeError, SyntaxError):
-        raise ValueError("no literal") from None
 
 
 _CDATA = Quoting("<![CDATA[", re.compile(r"\]\]>"), re.compile(r"\]{1,2}\Z"))

@@ -7,7 +7,6 @@ parameter or one twice, or leaves out a required parameter.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from html import unescape
 from typing import Any
 
 from cpmrt.tool_use.calls import DECODER, Call, Schemas, as_json, listed_types, properties_of, required_of
+from cpmrt.tool_use.python_literals import read_literal
 
 FUNCTION = re.compile(r'([^"]+)"\s*>')
 PARAM = re.compile(r'\s*<param\s+name="([^"]+)"\s*>')
@@ -131,9 +131,9 @@ def _list(value: object) -> list[Any]:
 def _literal(text: str) -> Any:
     """Return the value of a text that is JSON, or a Python literal that JSON can express (True, None, ['a']); else the
     text itself."""
-    for read in (DECODER.decode, ast.literal_eval):
+    for read in (DECODER.decode, read_literal):
         try:
             return json.loads(as_json(read(text)))
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, RecursionError):
             continue
     return text

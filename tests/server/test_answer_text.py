@@ -9,6 +9,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timing import least_cpu_seconds, slowness
 
 from cpmrt.server.chat_text import ChatText, Message
 from cpmrt.text.markers import THINKING_PAIRS
@@ -113,10 +114,39 @@ def test_python_calls(text, calls):
     "(lambda: 1)()", "f(a=1j)", "f(a=b'x')", "f(a={1, 2})", "f(a=1" + "0" * 5000 + ")",
     "f(a=" + "(" * 500 + ")" * 500 + ")", "f(a=" + "-" * 100_000 + "1)", "f(" + "a." * 100_000 + "b)",
     "import os", "f(a={**x})", "f(a={(1, 2): 3})", "f(\x00)",
+    "f(a=-True)", "f(a=--1)", "f(a={[]: 1})", "f(b=f'x')", "f(a=" + "-" * 2_900 + "1)", "f(a=" + "[" * 190,
 ])  # fmt: skip
 def test_python_that_is_no_call_with_literals_is_refused_and_never_run(text):
     with pytest.raises(ValueError):
         read_python_calls(text, SCHEMAS)
+
+
+MUCH_CODE = {
+    "numbers": "1, " * 2**17, "lists": "[], " * 2**17, "strings": "'a' " * 2**17,
+    "f-strings": "f'" + "{1}" * 2**16 + "'", "raw f-strings": "rF'''" + "{1}" * 2**16 + "'''",
+    "a comment": "#'\n" + "1, " * 2**17, "a triple comment": "#'''\n" + "1, " * 2**17, "quotations": "'', 1, " * 2**16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUCH_CODE)
+def test_more_code_than_a_call_needs_is_soon_refused(name):
+    code = f"[{MUCH_CODE[name]}]"
+    python = f"<|tool_call_start|>f(z={code})<|tool_call_end|>"
+    pieces = [python, f'<function name="f"><param name="z">{code}</param></function>']
+    enough = 0.3 * slowness(time.process_time)
+    assert least_cpu_seconds(lambda: message(pieces), enough, tries=2) < enough
+    made = message(pieces)
+    assert made["content"] == python
+    assert [json.loads(call["function"]["arguments"]) for call in made["tool_calls"]] == [{"z": code}]
+
+
+def test_text_in_quotation_marks_may_be_long():
+    whole, single, double = "\"it''s\" [1], \n\\" * 50_000, 'a ""b"", # ' * 50_000, "it's, [\\\\] " * 50_000
+    code = f"f(a={whole!r}, # it's\n b='''{single}''', c=\"\"\"{double}\"\"\", z=r'{double[:2]}')"
+    code = code.replace("r'it'", "r'\\''")
+    ((_, arguments),) = read_python_calls(code, SCHEMAS)
+    expected = {"a": whole, "b": single, "c": double.replace("\\\\", "\\"), "z": "\\'"}
+    assert len(code) > 1_500_000 and json.loads(arguments) == expected
 
 
 @pytest.mark.parametrize("text", [

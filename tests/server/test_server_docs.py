@@ -20,6 +20,8 @@ from cpmrt.server import embeddings, http_protocol, json_body, run, schema
 from cpmrt.server.api import Endpoints
 from cpmrt.server.metrics import GpuCollector, Metrics
 from cpmrt.server.openapi import document
+from cpmrt.tool_use.formats import MAX_CALL_CHARACTERS
+from cpmrt.tool_use.python_literals import MAX_CODE_CHARACTERS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "server.md").read_text()
@@ -87,6 +89,7 @@ def test_every_code_of_an_error():
     ("tokens with a bias", [schema.MAX_LOGIT_BIAS, MAX_LOGIT_BIAS]),
     ("most likely tokens", [MAX_LOGPROBS]),
     ("tools", [schema.MAX_TOOLS]),
+    ("a call that the model writes", [MAX_CALL_CHARACTERS, MAX_CODE_CHARACTERS]),
     ("template variables", [schema.MAX_TEMPLATE_VARIABLES]),
     ("depth of the JSON", [json_body.MAX_DEPTH]),
     ("time for the body", [json_body.BODY_TIMEOUT_S]),
