@@ -25,20 +25,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-from demo_model.conversations import training_conversations
-from demo_model.corpus import write_corpus
-from demo_model.docstring_facts import Fact, collect_facts
-from demo_model.evaluation import Evaluator
-from demo_model.export import check_folder_size, write_checkpoint, write_json, write_model_card
-from demo_model.family import CONFIGS, make_family_model
-from demo_model.long_model import long_plan, make_long_model
-from demo_model.network import NetworkConfig
-from demo_model.short_run import ShortPlan
-from demo_model.ternary import TernaryPlan, make_ternary_model
-from demo_model.tokenizer import check_round_trip, encode_file, tokenizer_sample, train_tokenizer
-from demo_model.training import Trainer, TrainingPlan
-from tokenizers import Tokenizer
+from needed_packages import needing
+
+with needing("torch", "tokenizers", "safetensors"):
+    import torch
+    from demo_model.conversations import training_conversations
+    from demo_model.corpus import write_corpus
+    from demo_model.docstring_facts import Fact, collect_facts
+    from demo_model.evaluation import Evaluator
+    from demo_model.export import check_folder_size, write_checkpoint, write_json, write_model_card
+    from demo_model.family import CONFIGS, make_family_model
+    from demo_model.long_model import long_plan, make_long_model
+    from demo_model.network import NetworkConfig
+    from demo_model.short_run import ShortPlan
+    from demo_model.ternary import TernaryPlan, make_ternary_model
+    from demo_model.tokenizer import check_round_trip, encode_file, tokenizer_sample, train_tokenizer
+    from demo_model.training import Trainer, TrainingPlan
+    from tokenizers import Tokenizer
 
 PlanT = TypeVar("PlanT", bound=ShortPlan)
 STAGES = ("corpus", "tokenizer", "train", "export")

@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from needed_packages import needing
+
+with needing("torch", "transformers"):
+    import torch
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]

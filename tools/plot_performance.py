@@ -223,6 +223,10 @@ def write(name: str, points: Points, folder: Path) -> Path:
 
 def main() -> int:
     """Draw all plots of the page and remove those that its tables no longer have numbers for."""
+    from needed_packages import needing
+
+    with needing("matplotlib"):
+        import matplotlib  # noqa: F401
     found = wanted(PAGE.read_text(encoding="utf-8"))
     PLOTS.mkdir(exist_ok=True)
     for name in sorted(PLOTS_OF_PAGE.keys() - found):

@@ -76,8 +76,11 @@ def table(num_steps: int, step_us: float, found: dict[tuple[str, tuple[int, ...]
 
 def traced(arguments: Sequence[str]) -> list[Launch]:
     """Run `cpmrt bench` with these arguments and return its kernels."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+    from needed_packages import needing
+
+    with needing("torch"):
+        import torch
+        from torch.profiler import ProfilerActivity, profile
 
     from cpmrt.cli.main import main as cpmrt
 

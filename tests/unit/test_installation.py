@@ -72,3 +72,25 @@ def test_missing_packages_are_found_without_importing_any() -> None:
 def test_a_package_that_is_not_there_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXTRAS, "server", ("json", "no_such_package_of_anybody"))
     assert missing_packages("server") == ["no_such_package_of_anybody"]
+
+
+WITHOUT = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+sys.path[0] = sys.argv[0].rpartition("/")[0]
+sys.modules.update(dict.fromkeys(["torch", "transformers", "matplotlib"]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a tool as if these packages were not installed."""
+
+
+@pytest.mark.parametrize(("tool", "argument", "packages"), [
+    ("make_golden.py", "tiny", ["torch", "transformers"]), ("make_demo_model.py", "--help", ["torch"]),
+    ("profile_steps.py", "step_begin", ["torch"]), ("plot_performance.py", "", ["matplotlib"]),
+])  # fmt: skip
+def test_a_tool_says_in_one_line_what_it_needs(tool: str, argument: str, packages: list[str]) -> None:
+    path = Path(__file__).parents[2] / "tools" / tool
+    done = subprocess.run([sys.executable, "-c", WITHOUT, str(path), argument], capture_output=True, text=True)
+    install = shlex.join([sys.executable, "-m", "pip", "install", *packages])
+    assert done.stderr == f"{tool} needs {' and '.join(packages)}, not installed here; {install}\n"
+    assert done.returncode == 1 and not done.stdout
