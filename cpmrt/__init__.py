@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from cpmrt.generation import Completion, Piece
     from cpmrt.llm import LLM
     from cpmrt.sharing.text_stream import TextStream
+    from cpmrt.tool_use.calls import Call
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "ArgumentError",
     "AsyncLLM",
     "AsyncTextStream",
+    "Call",
     "CheckpointError",
     "ClosedError",
     "Completion",
@@ -68,6 +70,7 @@ _MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "AsyncTextStream": "async_llm",
+    "Call": "tool_use.calls",
     "Completion": "generation",
     "GenerationStats": "engine",
     "Piece": "generation",

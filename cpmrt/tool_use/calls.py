@@ -11,7 +11,7 @@ from cpmrt.errors import RequestError, quoted
 
 
 class Call(NamedTuple):
-    """A function's name and its arguments, a JSON object as text."""
+    """A call of a tool that an answer makes: the function's name, and its arguments, a JSON object as text."""
 
     name: str
     arguments: str

@@ -16,11 +16,15 @@ from collections.abc import Sequence
 import numpy as np
 
 import cpmrt
-from cpmrt import LLM, AsyncLLM, Completion, CpmrtError, Piece, RequestError, SamplingParams, TextStream
+from cpmrt import LLM, AsyncLLM, Call, Completion, CpmrtError, Piece, RequestError, SamplingParams, TextStream
 
 
 def show(answer: Completion) -> str:
     choices: tuple[Completion, ...] = answer.choices
+    calls: tuple[Call, ...] = answer.tool_calls
+    for call in calls:
+        name: str = call.name
+        print(name, call.arguments.strip())
     return f"{answer.text} {answer.finish_reason} {answer.stats.decode_tokens_per_s:.1f} {len(choices)}"
 
 
