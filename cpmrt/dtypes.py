@@ -44,6 +44,7 @@ class DType(Enum):
         raise ConfigError("unknown dtype", expected=" | ".join(d.label for d in cls), actual=quoted(name))
 
 
+_BFLOAT16_INFINITY = 0x7F80
 _SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -57,7 +58,7 @@ def to_float32(words: Array, dtype: DType) -> F32:
 
 
 def from_float32(values: F32, dtype: DType) -> Array:
-    """Round float32 to nearest even and store as `dtype`. NaN stays NaN; fp16 overflow becomes infinity."""
+    """Round float32 to nearest even and store as `dtype`. NaN stays NaN; a value beyond 16 bits becomes infinity."""
     if dtype is DType.BFLOAT16:
         bits = np.ascontiguousarray(values).view(np.uint32)
         rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
@@ -69,6 +70,18 @@ def from_float32(values: F32, dtype: DType) -> Array:
     with np.errstate(over="ignore"):
         stored: Array = values.astype(dtype.storage)
     return stored
+
+
+def has_infinity(words: Array, dtype: DType) -> bool:
+    """Tell whether one of the stored words is plus or minus infinity."""
+    return bool((words & 0x7FFF == _BFLOAT16_INFINITY).any() if dtype is DType.BFLOAT16 else np.isinf(words).any())
+
+
+def largest(dtype: DType) -> float:
+    """Return the largest finite value of `dtype`."""
+    if dtype is DType.BFLOAT16:
+        return float(to_float32(np.array([_BFLOAT16_INFINITY - 1], np.uint16), dtype)[0])
+    return float(np.finfo(dtype.storage).max)
 
 
 def round_to(values: F32, dtype: DType) -> F32:

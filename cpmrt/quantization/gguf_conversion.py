@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cpmrt.dtypes import F32, Array, DType, from_float32
+from cpmrt.dtypes import F32, Array, DType, from_float32, largest
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.quantization.gguf_blocks import QUANTISERS, quantise_rows
 from cpmrt.quantization.gguf_file import GgufWriter, TensorPlan
@@ -124,12 +124,12 @@ def _values(spec: TensorSpec, checkpoint: Checkpoint, dtype: str) -> F32:
     """
     values: F32 = pack(spec, checkpoint, DType.FLOAT32)
     # Scales of blocks are in float16, and a block type may have a weight itself as its scale.
-    limit = float(np.finfo(np.float32 if dtype in ("F32", "BF16") else np.float16).max)
-    largest = max(float(values.max()), -float(values.min()))
-    if not largest <= limit:
+    limit = largest(next((row for row in DType if row.safetensors_name == dtype), DType.FLOAT16))
+    found = max(float(values.max()), -float(values.min()))
+    if not found <= limit:
         raise CheckpointError(
             f"{checkpoint.folder}: tensor {quoted(spec.name)} stored as {dtype}",
-            expected=f"finite values up to {limit:g}", actual=f"{largest:g}",
+            expected=f"finite values up to {limit:g}", actual=f"{found:g}",
         )  # fmt: skip
     return values
 

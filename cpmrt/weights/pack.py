@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cpmrt.dtypes import Array, DType, from_float32, to_float32
+from cpmrt.dtypes import Array, DType, from_float32, has_infinity, to_float32
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.block_rows import unpacked_rows
@@ -24,7 +24,7 @@ def pack(spec: TensorSpec, checkpoint: Checkpoint, dtype: DType) -> Array:
 
     A single source that is stored as `dtype` already comes as a read-only view of the mapped file; everything
     else as a new array. Raises CheckpointError if a source is missing, is not what the spec says, or has a
-    value beyond the range of float16.
+    value beyond the range of `dtype`.
     """
     if len(spec.sources) == 1 and spec.sources[0].packing is None:
         words, stored = _read(spec.sources[0], checkpoint)
@@ -73,9 +73,9 @@ def _blocks(source: Source, checkpoint: Checkpoint, dtype: DType) -> Iterator[Ar
 
 
 def _within_range(block: Array, source: Source, checkpoint: Checkpoint, dtype: DType) -> Array:
-    if dtype is DType.FLOAT16 and np.isinf(block).any():
+    if dtype is not DType.FLOAT32 and has_infinity(block, dtype):
         raise CheckpointError(
-            f"{checkpoint.folder}: tensor {quoted(source.name)} has values beyond float16",
-            fix="use dtype bfloat16 or float32",
+            f"{checkpoint.folder}: tensor {quoted(source.name)} has values beyond {dtype.label}",
+            fix=f"use dtype {'bfloat16 or ' if dtype is DType.FLOAT16 else ''}float32",
         )
     return block

@@ -190,10 +190,12 @@ def test_the_name_of_the_file_says_the_format(tmp_path, name):
 @pytest.mark.parametrize(("kind", "value", "words"), [
     ("q4_0", 70000.0, "0.mlp.up_proj.weight' stored as Q4_0: expected finite values up to 65504, got 70000"),
     ("f16", -70000.0, "stored as F16: expected finite values up to 65504, got 70000"), ("bf16", 70000.0, None),
-    ("bf16", np.inf, "stored as BF16: expected finite values up to 3.40282e+38, got inf"), ("q8_0", np.nan, "got nan"),
+    ("bf16", np.inf, "stored as BF16: expected finite values up to 3.38953e+38, got inf"),
+    ("bf16", 3.4e38, "stored as BF16: expected finite values up to 3.38953e+38, got 3.4e+38"),
+    ("q8_0", np.nan, "got nan"),
 ])  # fmt: skip
 def test_a_weight_that_cannot_be_stored_is_refused(tmp_path, kind, value, words):
-    """A weight beyond float16 would become infinity in a file that nobody can load."""
+    """A weight beyond its type in the file would become infinity there, and nobody could use the file."""
     pair = models.write_pair(tmp_path, "llama", lambda name: "F32")
     weights = load_file(pair.folder / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][3, 5] = value

@@ -189,6 +189,18 @@ def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
         assert pack(NORM, checkpoint, DType.FLOAT32)[1] == 70000.0
 
 
+@pytest.mark.parametrize("value", [3.4e38, -3.4e38])
+def test_values_beyond_bfloat16_are_refused(value: float, tmp_path: Path) -> None:
+    """The largest values of float32 would become infinity in bfloat16; those that are rounded down are taken."""
+    tensors = {"model.norm.weight": np.float32([3.39e38, value, 1.0])}
+    with checkpoint_of(tmp_path, tensors) as checkpoint:
+        with pytest.raises(CheckpointError, match="has values beyond bfloat16; use dtype float32"):
+            pack(NORM, checkpoint, DType.BFLOAT16)
+        assert pack(NORM, checkpoint, DType.FLOAT32)[1] == np.float32(value)
+    with checkpoint_of(tmp_path, {"model.norm.weight": np.float32([3.39e38, -3.39e38, 1.0])}) as checkpoint:
+        np.testing.assert_array_equal(pack(NORM, checkpoint, DType.BFLOAT16), np.uint16([0x7F7F, 0xFF7F, 0x3F80]))
+
+
 @pytest.mark.parametrize(
     "tensor, expected",
     [
