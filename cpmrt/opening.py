@@ -6,13 +6,13 @@ context needs. It takes no memory of a device. The part that depends on the exec
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+from cpmrt.caller_warnings import warn_caller
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.speculate_argument import named_drafts
 from cpmrt.dtypes import DType
@@ -199,11 +199,10 @@ def _warn_of_lists(config: ModelConfig, limit: int) -> None:
     rope = config.rope
     if rope.list_by == "context" and rope.mixes_lists(limit):
         original = rope.original_max_positions
-        warnings.warn(
+        warn_caller(
             f"LongRoPE: with a context of {limit} tokens every text is rotated by the long list; transformers rotates "
             f"texts of up to {original} tokens by the short one. For short texts choose max_context={original}, or "
-            'hf_overrides={"rope_scaling": {"list_by": "length"}}, which takes the short list up to there.',
-            stacklevel=2,
+            'hf_overrides={"rope_scaling": {"list_by": "length"}}, which takes the short list up to there.'
         )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
 
+from cpmrt.caller_warnings import warn_caller
 from cpmrt.config import EngineConfig
 from cpmrt.errors import (
     CheckpointError,
@@ -129,7 +129,7 @@ class Prefixes:
             what = "the prefix folder cannot be used, so prompts are computed whole"
             if not isinstance(error, CpmrtError):
                 error = PrefixError(f"{self._folder.name}: {reason_of(error)}", fix=_KEEP_ELSEWHERE)
-            warnings.warn(f"{what}: {error}", stacklevel=3)
+            warn_caller(f"{what}: {error}")
 
     def _run(self, job: Reading) -> None:
         self._shared.run([job])
@@ -171,7 +171,7 @@ class Prefixes:
                 file.close()
         except (PrefixError, CheckpointError) as error:
             damage = PrefixError(error.what, expected=error.expected, actual=error.actual)  # no fix: it is made again
-            warnings.warn(f"a file of the prefix folder is made again: {damage}", stacklevel=5)
+            warn_caller(f"a file of the prefix folder is made again: {damage}")
             path.unlink(missing_ok=True)
             return False
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from cpmrt.caller_warnings import warn_caller
 from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, CpmrtError, listed, quoted
 from cpmrt.weights.gguf.architectures import NOT_WEIGHTS, GgufArchitecture, architecture_of
@@ -162,10 +162,9 @@ def _language_part(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, T
     kept = {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
     others = sorted({f"{name.split('.')[0]}.*" for name in entries if not name.startswith(prefix)})
     if others:
-        warnings.warn(
+        warn_caller(
             f"{folder}: only the language model runs ({quoted(prefix + '*')}); {len(entries) - len(kept)} tensors "
-            f"beside it are left out: {listed(others)}",
-            stacklevel=3,
+            f"beside it are left out: {listed(others)}"
         )
     return kept
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from cpmrt.caller_warnings import warn_caller
 from cpmrt.errors import ConfigError, quoted
 
 
@@ -46,4 +46,4 @@ class ReadKeys(Mapping[str, Any]):
             near = get_close_matches(unread, sorted(self._asked), 1, 0.7)
             meant = f"; did you mean {near[0]}?" if near else ""
             why = f"changes nothing: no such key of config.json is read for this model{meant}"
-            warnings.warn(f"hf_overrides: {quoted(unread)} {why}", stacklevel=2)
+            warn_caller(f"hf_overrides: {quoted(unread)} {why}")

@@ -180,6 +180,7 @@ def test_overrides_that_change_nothing_are_told(checkpoint, key, hint):
     with pytest.warns(UserWarning, match=re.escape(f"hf_overrides: '{key}' changes nothing")) as caught:
         LLM(checkpoint, executor="reference", hf_overrides={"eos_token_id": 9, key: 5}).close()
     assert len(caught) == 1 and hint in str(caught[0].message)
+    assert caught[0].filename == __file__, "the line that called cpmrt"
 
 
 def test_overrides_may_be_numbers_of_numpy(checkpoint):

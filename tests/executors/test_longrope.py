@@ -26,8 +26,9 @@ def folder(tmp_path_factory):
 
 
 def test_a_context_beyond_the_original_range_warns(folder):
-    with pytest.warns(UserWarning, match=r"context of 2048 tokens.*up to 256.*max_context=256.*list_by"):
+    with pytest.warns(UserWarning, match=r"context of 2048 tokens.*up to 256.*max_context=256.*list_by") as caught:
         LLM(folder, executor="reference").close()
+    assert [each.filename for each in caught] == [__file__]
 
 
 @pytest.mark.parametrize("settings", [

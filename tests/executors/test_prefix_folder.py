@@ -108,6 +108,7 @@ def test_a_damaged_file_is_made_again(model: Path, tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="made again: .*prefix") as warned:
             ((_, cached),) = ask(model, tmp_path, "Why?")
         assert "save the prefix again" not in str(warned[0].message)  # the model does that itself
+        assert warned[0].filename == __file__
         assert cached == KEPT and path.read_bytes() == good
 
 
@@ -126,9 +127,9 @@ def test_a_file_with_the_name_of_another_text_is_not_believed(model: Path, tmp_p
 
 def test_a_folder_that_cannot_be_used_costs_a_warning(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(UserWarning, match="prefix folder cannot be used, .*below: Not a dir.*; name a folder"):
+    with pytest.warns(UserWarning, match="prefix folder cannot be used, .*below: Not a dir.*; name a folder") as warned:
         ((_, cached),) = ask(model, tmp_path / "file" / "below", "Why?")
-    assert cached == 0
+    assert cached == 0 and warned[0].filename == __file__
     with pytest.raises(ConfigError, match="prefix_dir: expected nothing without the prefix cache"):
         ask(model, tmp_path, "Why?", prefix_cache=False)
 

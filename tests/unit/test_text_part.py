@@ -73,8 +73,9 @@ def test_a_language_model_beside_an_encoder_answers_as_it_does_alone(
     nested = {"text_config": config} if is_nested else {**config, **VISION}
     whole = {**nested, "architectures": [wrapper], "version": version, "torch_dtype": "float32"}
     folder = with_eyes(tmp_path / "whole", plain, prefix, whole)
-    with pytest.warns(UserWarning, match=r"3 tensors beside it are left out: resampler\.\*, vpm\.\*"):
+    with pytest.warns(UserWarning, match=r"3 tensors beside it are left out: resampler\.\*, vpm\.\*") as caught:
         found = logits(folder)
+    assert {each.filename for each in caught} == {__file__}
     np.testing.assert_array_equal(found, logits(plain))
 
 
