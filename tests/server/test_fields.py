@@ -79,6 +79,19 @@ def test_what_only_completions_refuse(says, fields):
     assert answer.status_code == 400 and answer.json()["error"]["param"] in fields
 
 
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize(("path", "field"), [
+    (CHAT, "max_tokens"), (CHAT, "max_completion_tokens"), (COMPLETIONS, "max_tokens"),
+    ("/v1/responses", "max_output_tokens"), (CHAT, "n"), (COMPLETIONS, "n"), (COMPLETIONS, "best_of"),
+])  # fmt: skip
+def test_fewer_than_one_token_or_answer_is_an_error_of_the_field(says, path, field, value):
+    body = {"input": "x"} if path == "/v1/responses" else {}
+    answer = says.client.post(path, json=body | {field: value}) if body else ask(says, {field: value}, path)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field
+    assert error["message"].startswith(f"{field}: expected ") and error["message"].endswith(f", got {value}")
+
+
 @pytest.mark.parametrize(("path", "body"), [
     ("/v1/responses", {"input": "x"}), ("/infill", {"input_prefix": "x"}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}),
