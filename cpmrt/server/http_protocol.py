@@ -81,6 +81,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_in_head, self._head_bytes = False, 0
         self._stop("head")
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
         self._all_connections.begin_request(self)
         self._running = [cycle for cycle in self._running if not cycle.response_complete] + [self.cycle]
         if len(self._running) > MAX_PIPELINED:
@@ -133,6 +135,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop("head")
         if self._has_no_request:  # a head that comes early, during an answer, may take longer
             self.transport.close()
+
+
+def _send_without_chunks(cycle: Any) -> None:
+    """Have an answer without a length end where its connection does: clients that speak HTTP/1.0 know no chunks."""
+    send, cycle.chunked_encoding = cycle.send, False
+
+    async def send_plain(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_plain
 
 
 def _keep_alive(transport: asyncio.Transport) -> None:

@@ -89,9 +89,10 @@ def test_the_kernel_looks_after_silent_clients(endless):
             assert probes[0] + probes[1] * probes[2] <= 60
 
 
-def request(path="/v1/chat/completions", method="POST"):
-    content = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode() if method == "POST" else b""
-    head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+def request(path="/v1/chat/completions", method="POST", version="1.1", **fields):
+    body = {"messages": [{"role": "user", "content": "hi"}]} | fields
+    content = json.dumps(body).encode() if method == "POST" else b""
+    head = f"{method} {path} HTTP/{version}\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
 
@@ -114,3 +115,17 @@ def test_endless_pipelines_are_cut_off(endless):
         with suppress(ConnectionError):
             assert connection.recv(1000) == b""
     endless.wait_idle(10)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_clients_of_http_1_0_get_no_chunks(says, stream):
+    with connect(says) as connection:
+        connection.sendall(request(version="1.0", stream=stream, max_tokens=3))
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, content = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
+    if stream:
+        events = content.decode().split("\n\n")
+        assert all(event.startswith("data: ") for event in events[:-1]) and events[-2:] == ["data: [DONE]", ""]
+    else:
+        assert f"content-length: {len(content)}".encode() in head.lower() and json.loads(content)["choices"]
