@@ -10,7 +10,7 @@ from contextvars import copy_context
 from functools import partial
 from inspect import signature
 from threading import Thread
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 
@@ -138,18 +138,17 @@ class AsyncLLM:
     @checks_keywords()
     async def logits(self, prompt: Prompt) -> F32:
         """Logits at every position, as `LLM.logits` gives them: float32 [T, V]."""
-        return (await self._read(self._llm.maker.logits, [prompt]))[0]
+        return (await self._read(lambda: [self._llm.maker.logits(prompt)]))[0]
 
     @checks_keywords()
     async def score(self, prompt: Prompt) -> F32:
         """Log-probability of each token after the first, as `LLM.score` gives them: float32 [T - 1]."""
-        return (await self._read(self._llm.maker.score, [prompt]))[0]
+        return (await self._read(lambda: [self._llm.maker.score(prompt)]))[0]
 
     @checks_keywords()
     async def embed(self, prompt: Prompt | Prompts, *, pooling: Pooling = "mean", normalize: bool = True) -> F32:
         """Embed a text, or several, as `LLM.embed` does: float32 [H] or [N, H]."""
-        prompts = prompt if is_batch(prompt) else [cast(Prompt, prompt)]
-        vectors = await self._read(partial(self._llm.maker.embed, pooling=pooling, normalize=normalize), prompts)
+        vectors = await self._read(lambda: self._llm.maker.embed(prompt, pooling, normalize))
         return np.stack(vectors) if is_batch(prompt) else vectors[0]
 
     async def close(self) -> None:
@@ -187,8 +186,8 @@ class AsyncLLM:
         call = partial(copy_context().run, make, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._makers, call)
 
-    async def _read(self, make: Callable[[Prompt], Reading], prompts: Prompts | list[Prompt]) -> list[F32]:
-        readings = await self._make(lambda: [make(prompt) for prompt in prompts])
+    async def _read(self, make: Callable[[], list[Reading]]) -> list[F32]:
+        readings = await self._make(make)
         await self._run(readings)
         return [reading.result for reading in readings]
 

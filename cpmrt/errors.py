@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from reprlib import Repr
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 class _Short(Repr):
@@ -81,6 +85,18 @@ class ContextLengthError(RequestError):
     def of(cls, what: str, most: int, actual: object, *, fix: str = SHORTEN_PROMPT) -> ContextLengthError:
         """Return the error for `what` (a prompt, a request), which takes `actual` tokens of a context of `most`."""
         return cls(f"{what} does not fit the context", expected=f"at most {most} tokens", actual=actual, fix=fix)
+
+
+def of_each(name: str, items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made]:
+    """Return `make` of each item. A RequestError says which item it is about: "prompts[2]: the prompt is empty"."""
+    made = []
+    for number, item in enumerate(items):
+        try:
+            made.append(make(item))
+        except RequestError as error:
+            what = f"{name}[{number}]: {error.what}"
+            raise type(error)(what, expected=error.expected, actual=error.actual, fix=error.fix) from error
+    return made
 
 
 class MemoryPlanError(CpmrtError):

@@ -15,7 +15,7 @@ from cpmrt.config import ModelConfig, SamplingDefaults, SamplingParams
 from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
 from cpmrt.engine.checks import check_prompt
-from cpmrt.errors import RequestError, quoted
+from cpmrt.errors import RequestError, of_each, quoted
 from cpmrt.grammar import Grammars, Thought
 from cpmrt.installation import missing_packages
 from cpmrt.sharing.jobs import Generation, Reading
@@ -188,16 +188,13 @@ class JobMaker:
         each = params if isinstance(params, (list, tuple)) else [params] * len(prompt)
         if len(each) != len(prompt):
             raise RequestError("params", expected=f"one for all or {len(prompt)}, as prompts", actual=len(each))
-        groups = []
-        for number, (one, own) in enumerate(zip(prompt, each, strict=True)):
-            try:
-                choices = self.choices(one, own, numbers)
-                self.engine.sequence(choices[0].request)
-            except RequestError as error:
-                what = f"prompts[{number}]: {error.what}"
-                raise type(error)(what, expected=error.expected, actual=error.actual, fix=error.fix) from error
-            groups.append(choices)
-        return groups, True
+
+        def checked(one: tuple[Prompt, SamplingParams | None]) -> list[Generation]:
+            choices = self.choices(*one, numbers)
+            self.engine.sequence(choices[0].request)
+            return choices
+
+        return of_each("prompts", zip(prompt, each, strict=True), checked), True
 
     def chat_groups(
         self,
@@ -238,7 +235,7 @@ class JobMaker:
     ) -> list[int] | list[list[int]]:
         """Return the token ids of one conversation, or of each; `options` as for `chat_prompt`."""
         if are_conversations(messages):
-            return [self.chat_prompt(conversation, **options) for conversation in messages]
+            return of_each("prompts", messages, partial(self.chat_prompt, **options))
         return self.chat_prompt(cast(Sequence[Message], messages), **options)
 
     def chat_prompt(
@@ -282,13 +279,19 @@ class JobMaker:
         """Return a reading of the log-probability of each token after the first: float32 [T - 1]."""
         return self._reading(prompt, self.engine.executor.prompt_logits, scores)
 
-    def embed(self, prompt: Prompt, pooling: Pooling, normalize: bool) -> Reading:
-        """Return a reading of the prompt's embedding: float32 [H]."""
+    def embed(
+        self, prompt: Prompt | Prompts, pooling: Pooling, normalize: bool, name: str = "prompts"
+    ) -> list[Reading]:
+        """Return readings of the embedding of one prompt or of each of several: float32 [H]. Errors as of `groups`."""
         if pooling not in ("mean", "last"):
             raise RequestError("pooling", expected="mean | last", actual=quoted(pooling))
         _check_switch("normalize", normalize)
         collect = partial(pooled, mean=pooling == "mean", normalize=normalize)
-        return self._reading(prompt, self.engine.executor.prompt_states, collect)
+
+        def reading(one: Prompt) -> Reading:
+            return self._reading(one, self.engine.executor.prompt_states, collect)
+
+        return of_each(name, prompt, reading) if is_batch(prompt) else [reading(cast(Prompt, prompt))]
 
     def token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the token ids of a prompt. Raises RequestError for what is neither text nor ids of the vocabulary."""

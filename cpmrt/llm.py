@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
 
@@ -312,8 +312,7 @@ class LLM:
         """
         from cpmrt.job_maker import is_batch
 
-        prompts = prompt if is_batch(prompt) else [cast("Prompt", prompt)]
-        vectors = self._read([self.maker.embed(each, pooling, normalize) for each in prompts])
+        vectors = self._read(self.maker.embed(prompt, pooling, normalize))
         return np.stack(vectors) if is_batch(prompt) else vectors[0]
 
     @checks_keywords(SAMPLING_HINTS)

@@ -41,7 +41,8 @@ class Embeddings:
         size, dimensions = self._llm.config.hidden_size, fields.integer("dimensions")
         if dimensions not in (None, size):
             raise unsupported("dimensions", f"the vectors of this model have {size}")
-        self._readings = [self._llm.maker.embed(prompt, pooling, normalizes) for prompt in prompts]
+        texts = prompts if len(prompts) > 1 else prompts[0]
+        self._readings = self._llm.maker.embed(texts, pooling, normalizes, "input")
         self._running: Sequence[Reading] = ()
         self._is_cancelled = False
         self.answer: Sequence[bytearray] = ()

@@ -98,7 +98,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), code="context_length_exceeded")
+        return ApiError(400, str(error), param=_field_of(error.what), code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, _renamed(str(error)), param=_field_of(error.what), code="invalid_value")
     if isinstance(error, MaskError):

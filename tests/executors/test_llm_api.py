@@ -122,6 +122,24 @@ def test_each_of_several_conversations_may_leave_its_settings_out(llm):
     assert [answer.token_ids for answer in several] == [llm.chat(HI, each).token_ids for each in (None, SAMPLED)]
 
 
+@pytest.mark.parametrize(("wrong", "says"), [
+    ([], r"prompts\[1\]: messages: expected a list of at least one message, got \[\]"),
+    ([{"role": "robot", "content": ""}], r"prompts\[1\]: messages\[0\]\.role: expected system"),
+    ([{"role": "user", "content": "b" * 300}], r"prompts\[1\]: the prompt does not fit the context"),
+    ([{"role": "user", "content": "b" * 100}], r"prompts\[1\]: the request does not fit the context"),
+])  # fmt: skip
+def test_a_wrong_conversation_of_many_is_named(llm, wrong, says):
+    with pytest.raises(RequestError, match=f"^{says}"):
+        llm.chat([HI, wrong], SamplingParams(max_new_tokens=200))
+
+
+def test_a_wrong_text_of_many_to_embed_is_named(llm):
+    with pytest.raises(RequestError, match=r"^prompts\[2\]: the prompt does not fit the context"):
+        llm.embed(["a", "b", "c" * 300])
+    with pytest.raises(RequestError, match=r"^prompts\[1\]: prompt: token 0: expected an id"):
+        llm.embed([[1], [-1]])
+
+
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint, pooling):
     texts = ["one", "another text, which is longer", "one"]

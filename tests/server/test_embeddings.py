@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -50,6 +51,19 @@ def test_pooling_and_length(client, llm):
     expected = llm.embed("import os", pooling="last", normalize=False)
     np.testing.assert_allclose(answer.data[0].embedding, expected, rtol=1e-4, atol=1e-5)
     assert np.linalg.norm(embed(client, input="import os").data[0].embedding) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ("word " * 600, "the prompt does not fit the context"),
+    ([-1], "prompt: token 0: expected an id in"),
+])  # fmt: skip
+def test_a_wrong_text_of_many_is_named(demo, wrong, says):
+    answer = httpx.post(f"{demo.url}/v1/embeddings", json={"input": ["a", "b", wrong]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "input[2]"
+    assert error["message"].startswith(f"input[2]: {says}")
+    alone = httpx.post(f"{demo.url}/v1/embeddings", json={"input": wrong}).json()["error"]
+    assert alone["message"].startswith(says) and alone["code"] == error["code"]
 
 
 def test_token_ids_and_their_text_are_alike(client, llm):
