@@ -79,7 +79,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _malformed(f"it is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
-        raise _malformed(str(error)[:200]) from None
+        problem = str(error).partition("; use sys.")[0]  # which Python advises for a number of very many digits
+        raise _malformed(problem[:200]) from None
     if not isinstance(value, dict):
         raise _malformed("it is not an object")
     return value
