@@ -129,7 +129,16 @@ def _checked_message(message: object, where: str) -> dict[str, object]:
         raise RequestError(f"{where}.content", expected="a string (or None beside tool_calls)", actual="None")
     elif not (content is None or isinstance(content, str)):
         raise RequestError(f"{where}.content", expected="a string or a list of text parts", actual=quoted(content))
+    _check_unicode(checked.get("content"), f"{where}.content")
     return checked
+
+
+def _check_unicode(content: object, where: str) -> None:
+    try:
+        str(content).encode()
+    except UnicodeEncodeError as error:
+        actual = f"half of a surrogate pair (character {error.start})"
+        raise RequestError(where, expected="valid Unicode", actual=actual) from None
 
 
 def arguments_in(text: str) -> dict[str, object] | None:

@@ -82,6 +82,19 @@ def test_a_malformed_body_is_a_400_or_404(says, content):
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
+def test_half_of_a_surrogate_pair_is_found_in_its_message(says):
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c\ud83d"}]
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": parts}]
+    error = post(says, json.dumps({"messages": messages}).encode()).json()["error"]
+    assert error["param"] == "messages[1].content"
+    assert error["message"] == "messages[1].content: expected valid Unicode, got half of a surrogate pair (character 3)"
+
+
+def test_a_number_too_long_to_parse_comes_with_no_advice_about_python(says):
+    message = post(says, MALFORMED["an integer too long to parse"]).json()["error"]["message"]
+    assert message.endswith("value has 9000 digits") and "sys." not in message
+
+
 def test_json_that_is_deep_but_allowed(says):
     content = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "whatever": ' + b"[" * 63 + b"]" * 63
     assert post(says, content + b"}").status_code == 200
