@@ -128,7 +128,7 @@ _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "max_new_tokens": (int, 1, 2**31 - 1, "an integer from 1 to 2147483647, or none for as many as fit"),
     "temperature": (float, 0.0, 1e6, "a number in [0, 1000000]"),
     "top_k": (int, 0, 2**31 - 1, "an integer from 0 (off) to 2147483647"),
-    "top_p": (float, 1e-9, 1.0, "a number in (0, 1]"),
+    "top_p": (float, 1e-9, 1.0, "a number in [1e-9, 1]"),
     "min_p": (float, 0.0, 1.0, "a number in [0, 1]"),
     "repetition_penalty": (float, 1e-3, 1e3, "a number in [0.001, 1000] (1: off)"),
     "presence_penalty": (float, -100.0, 100.0, "a number in [-100, 100]"),

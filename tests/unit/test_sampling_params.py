@@ -273,6 +273,12 @@ def test_a_set_is_taken_in_one_order():
     assert (asked.stop, asked.stop_token_ids) == (("a", "b", "c"), (9, 10, 2**30))
 
 
+def test_the_error_for_a_small_top_p_names_the_range_that_is_checked():
+    assert SamplingParams(top_p=1e-9).top_p == 1e-9
+    with pytest.raises(RequestError, match=r"top_p: expected a number in \[1e-9, 1\], got 1e-10"):
+        SamplingParams(top_p=1e-10)
+
+
 @pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-38, 1e-31])
 def test_a_temperature_too_small_to_divide_by_is_greedy(temperature):
     assert SamplingParams(temperature=temperature).with_defaults().temperature == 0
