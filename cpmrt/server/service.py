@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from cpmrt import LLM, __version__
 from cpmrt.engine import Request as EngineRequest
-from cpmrt.errors import CpmrtError, RequestError
+from cpmrt.engine.checks import check_prompt
+from cpmrt.errors import CpmrtError, RequestError, of_each
 from cpmrt.installation import missing_packages
 from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, OpenAIFormat
 from cpmrt.server.best_of import BestOf
@@ -195,9 +196,9 @@ class Service:
         echoes: list[str] = []
         num_prompts = len(completion.prompts)
         self.engine.check_capacity(num_prompts * wanted.num_choices, "prompt" if num_prompts > 1 else "n")
-        for prompt in completion.prompts:
-            asked = _filling(llm.tokenizer, prompt, completion.suffix)
-            requests += choices_of(llm, asked, wanted, len(requests))
+        asked = [_filling(llm.tokenizer, prompt, completion.suffix) for prompt in completion.prompts]
+        for prompt, ids in zip(completion.prompts, _checked(llm, asked), strict=True):
+            requests += choices_of(llm, ids, wanted, len(requests))
             echoes += [_text_of(prompt, llm.tokenizer) if completion.echo else ""] * wanted.num_choices
         logprobs, scored = list[CompletionLogprobs](), list[ScoredPrompt]()
         if wanted.logprobs is not None:
@@ -297,8 +298,19 @@ def bound_format(llm: LLM, wanted: Wanted, called: Sequence[str]) -> Format | No
     return format_of(llm.chat_template) if is_bound else None
 
 
+def _checked(llm: LLM, prompts: Sequence[str | list[int]]) -> Sequence[str | Sequence[int]]:
+    """Return the prompts; several as token ids, whose errors say which one they are about."""
+
+    def ids_of(prompt: str | list[int]) -> Sequence[int]:
+        ids = llm.maker.token_ids(prompt)
+        check_prompt(ids, llm.max_context)
+        return ids
+
+    return of_each("prompt", prompts, ids_of) if len(prompts) > 1 else prompts
+
+
 def choices_of(
-    llm: LLM, prompt: str | list[int], wanted: Wanted, first_choice: int = 0, num_begun: int = 0
+    llm: LLM, prompt: str | Sequence[int], wanted: Wanted, first_choice: int = 0, num_begun: int = 0
 ) -> list[EngineRequest]:
     """Return the requests of the choices of a prompt, numbered from `first_choice` on.
 

@@ -277,6 +277,15 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_its_length(demo, max_token
     assert "512" in error["message"] and "shorten the prompt" in error["message"]
 
 
+@pytest.mark.parametrize(("wrong", "says"), [
+    ("word " * 600, "the prompt does not fit the context"), ([7] * 513, "the prompt does not fit the context"),
+    ([], "the prompt is empty"), ([-1], "prompt: token 0: expected an id in"),
+])  # fmt: skip
+def test_a_wrong_prompt_of_many_is_named(demo, wrong, says):
+    error = ask(demo, {"prompt": ["a", wrong], "max_tokens": 1}, COMPLETIONS).json()["error"]
+    assert error["param"] == "prompt[1]" and error["message"].startswith(f"prompt[1]: {says}")
+
+
 @pytest.mark.parametrize(("fields", "message"), [
     ({"seed": 2**70}, "seed: expected an integer of at most 64 bits, got 1180591620717411303424"),
     ({"seed": 10**200}, "seed: expected an integer of at most 64 bits, got a number of 665 bits"),
