@@ -95,9 +95,16 @@ def schema_text(schema: object) -> str:
     if not isinstance(schema, (Mapping, bool)):
         raise _wrong(quoted(schema))
     try:
-        return json.dumps(schema, ensure_ascii=False, allow_nan=False, default=dict)
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False, default=_as_dict)
     except (TypeError, ValueError, RecursionError) as error:
         raise _wrong(f"one that JSON cannot express ({error})"[:120]) from None
+
+
+def _as_dict(value: object) -> dict[Any, Any]:
+    """Return any mapping as a dict, but nothing else: dict({"id"}) is {"i": "d"}."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def choice_texts(choices: object) -> tuple[str, ...]:

@@ -262,6 +262,15 @@ def test_a_type_without_a_schema_is_refused_on_one_line(schema):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("schema", "kind"), [
+    ({"type": "object", "required": {"id"}}, "set"), ({"enum": {"DE", "US"}}, "set"), ({"type": int}, "type"),
+    ({"properties": {"a": object()}}, "object"),
+])  # fmt: skip
+def test_a_schema_with_what_is_no_json_is_refused(schema, kind):
+    with pytest.raises(RequestError, match=rf"got one that JSON cannot express \(Object of type {kind} is not JSON"):
+        SamplingParams(json_schema=schema)
+
+
 @pytest.mark.parametrize("choices", [[], (), [""], ["yes", 1], "yes", {"yes"}])
 def test_choices_are_texts_and_there_is_one(choices):
     with pytest.raises(RequestError, match="choices: expected a list of one text or more, none empty, got"):
