@@ -173,8 +173,9 @@ class SpeculationConfig:
             raise ConfigError("speculate: method", expected=" | ".join(DRAFT_METHODS), actual=quoted(self.method))
         if not self.shapes:
             raise ConfigError("speculate: shapes", expected="at least one tree shape", actual="none")
-        if self.method in CHAIN_METHODS and any(shape.top_k != 1 for shape in self.shapes):
-            raise ConfigError(f"speculate: {self.method} drafts chains", expected="top_k 1", actual=self.shapes)
+        wide = [shape.top_k for shape in self.shapes if shape.top_k != 1]
+        if self.method in CHAIN_METHODS and wide:
+            raise ConfigError(f"speculate: {self.method} drafts chains", expected="top_k 1", actual=wide[0])
         if self.method == "lookup" and any(shape.lookup_length for shape in self.shapes):
             raise ConfigError("speculate: lookup means nothing to method lookup", fix="name a model's draft beside it")
         is_path = isinstance(self.draft_vocab, str) and bool(self.draft_vocab)

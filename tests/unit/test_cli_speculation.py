@@ -80,7 +80,7 @@ def test_what_a_generation_cost():
 @pytest.mark.parametrize(("arguments", "code", "says"), [
     (["generate", "x", "--tree-size", "8"], 1, "speculate needs a draft"),
     (["generate", "x", "--draft", "no-such-draft"], 1, "no-such-draft"),
-    (["generate", "x", "--draft", "lookup", "--draft-topk", "3"], 1, "lookup drafts chains"),
+    (["generate", "x", "--draft", "lookup", "--draft-topk", "3"], 1, "lookup drafts chains: expected top_k 1, got 3"),
     (["generate", "x", "--draft", "lookup", "--speculate", "on"], 2, "invalid choice: 'on'"),
     (["chat", "--url", "http://127.0.0.1:9", "--draft", "lookup"], 2, "--url and --draft exclude"),
     (["bench", "--case", "8:4", "--simulate-accept", "2"], 1, "speculate needs a draft"),
