@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tool_module import tool_module
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("compare_variants", ROOT / "tools" / "compare_variants.py")
-assert SPEC and SPEC.loader
-compare_variants = importlib.util.module_from_spec(SPEC)
-sys.modules["compare_variants"] = compare_variants  # dataclasses look their module up
-SPEC.loader.exec_module(compare_variants)
+compare_variants = tool_module("compare_variants")
 CASE = ("demo", "--executor", "reference", "--case", "8:2", "--max-context", "64", "--repeats", "1")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tool_module import tool_module
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
@@ -19,11 +19,7 @@ SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 @pytest.fixture(scope="module")
 def check():
     """tools/gpu_check.py as a module."""
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools" / "gpu_check.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_check"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
+    yield tool_module("gpu_check")
     del sys.modules["gpu_check"]
 
 

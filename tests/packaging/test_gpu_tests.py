@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,12 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tool_module import tool_module
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("gpu_tests", ROOT / "tools" / "gpu_tests.py")
-assert SPEC and SPEC.loader
-gpu_tests = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(gpu_tests)
+gpu_tests = tool_module("gpu_tests")
 TIMED = """
 import pathlib
 import time

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from tool_module import tool_module
 
 from cpmrt.cli import bench
 from cpmrt.cli.parser import Parser
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMO = "--executor reference --case 16:4 --repeats 1"
 
 
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_tables", ROOT / "tools" / "bench_tables.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = tool_module("bench_tables")
 
 
 def test_the_rows_have_names_of_their_own() -> None:

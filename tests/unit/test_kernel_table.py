@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from tool_module import tool_module
 
 from cpmrt.bench.shapes import shape_config
 from cpmrt.config import ModelConfig
@@ -17,16 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ModelConfig.from_hf(shape_config("minicpm4-8b"))
 
 
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-costs, table = tool("kernel_costs"), tool("kernel_table")
+costs, table = tool_module("kernel_costs"), tool_module("kernel_table")
 
 
 def test_a_row_for_each_kernel_and_case_and_a_column_for_each_shape():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from tool_module import tool_module
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
@@ -20,16 +18,7 @@ ENERGY = """\
 """
 
 
-def load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plot_performance", ROOT / "tools" / "plot_performance.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = tool_module("plot_performance")
 
 
 def words_of(svg: Path) -> list[str]:

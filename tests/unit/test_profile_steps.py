@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from tool_module import tool_module
 
-_PATH = Path(__file__).parents[2] / "tools" / "profile_steps.py"
-_SPEC = importlib.util.spec_from_file_location("profile_steps", _PATH)
-assert _SPEC is not None and _SPEC.loader is not None
-profile_steps = importlib.util.module_from_spec(_SPEC)
-sys.modules["profile_steps"] = profile_steps
-_SPEC.loader.exec_module(profile_steps)
+profile_steps = tool_module("profile_steps")
 Launch = profile_steps.Launch
 
 
