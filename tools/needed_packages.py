@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cpmrt.installation import pip_install
 
 
 @contextmanager
@@ -19,5 +22,5 @@ def needing(*packages: str) -> Iterator[None]:
         missing = [name for name in packages if find_spec(name) is None]
         if not missing:
             raise
-        tool, install = Path(sys.argv[0]).name, f"{shlex.quote(sys.executable)} -m pip install {' '.join(missing)}"
-        raise SystemExit(f"{tool} needs {' and '.join(missing)}, not installed here; {install}") from error
+        tool, names = Path(sys.argv[0]).name, " and ".join(missing)
+        raise SystemExit(f"{tool} needs {names}, not installed here; {pip_install(*missing)}") from error
