@@ -196,11 +196,9 @@ def _thinking_kwargs(fields: Fields) -> dict[str, Any]:
 
 
 def _chat_max_tokens(fields: Fields) -> int | None:
-    older, newer = fields.integer("max_tokens"), fields.integer("max_completion_tokens")
+    older, newer = fields.integer("max_tokens"), fields.integer("max_completion_tokens", range(1, 2**31))
     if older is not None and newer is not None and older != newer:
         raise invalid("max_tokens", "contradicts max_completion_tokens; give one of them")
-    if newer is not None and newer < 1:
-        raise invalid("max_completion_tokens", f"expected at least 1, got {newer}")
     return older if newer is None else newer
 
 
