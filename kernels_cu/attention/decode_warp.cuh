@@ -114,7 +114,6 @@ struct Stream {
   DEVICE void wait_for_list() {
     if (is_listed || step < known_steps) return;
     pdl_wait();
-    pdl_launch_dependents();
     is_listed = true;
     locate();
   }

@@ -40,17 +40,19 @@ static_assert(STAGES >= 2, "a warp's ring also holds its float32 output");
 #define LISTED_LATE 1
 #include "decode_block.cuh"
 
-// Loads the query and starts to load the first pages of the ring. All warps call it.
+// Loads the query and starts to load the first pages of the ring. All warps call it. The query comes first, since most
+// blocks have to wait for the list before they load pages. The next kernel starts behind these: its weights would keep
+// them waiting.
 DEVICE void begin(WarpState& state, unsigned char* shared, const scalar_t* q, const Heads& heads, Stream& stream,
                   const Keys& keys) {
   Query query;
   query.read(q, heads, load16_past_l1);
   if (TREE) stream.path.keep(stream.path.look_up(stream.block_table), stream.page_stride);
-  stream.fill(keys);
-  if (stream.count <= stream.known_steps) pdl_launch_dependents();
   query.store(shared);
   __syncthreads();
   load_query(state, shared_address(shared));
+  stream.fill(keys);
+  pdl_launch_dependents();
 }
 
 static_assert(kSlice <= kThreads, "a thread has one vector of a slice at most");

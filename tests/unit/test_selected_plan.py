@@ -38,6 +38,8 @@ def test_one_row_has_pairs_of_clusters_where_a_device_has_them(is_tree: bool) ->
     wide = plan(has_wide_clusters=True)
     one = step_launch(wide, 1, is_tree=is_tree, is_selected=True)
     assert one.grid == (16, 2, 4) and macros_of(one.constants)["PAIRED"] == 1
+    assert macros_of(one.constants)["STAGES"] == 6
+    assert one.shared_bytes == 16 * 128 * 2 + 6 * 64 * 128 * 4 + 5 * 16 * 128 <= wide.device.shared_bytes_per_block
     several = step_launch(wide, 2, is_tree=is_tree, is_selected=True)
     assert several == step_launch(plan(), 2, is_tree=is_tree, is_selected=True)
     assert macros_of(several.constants)["PAIRED"] == 0

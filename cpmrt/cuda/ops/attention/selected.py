@@ -45,19 +45,21 @@ PREFILL_SELECTED = KernelSpec(
 DENSE_ROWS = KernelSpec("dense_rows", "attention/dense_rows.cu", "prefill_attention")
 _HOPPER_SHARED_BYTES = 232448
 _MOST_GRID_ROWS = 65535
+_STAGES_OF_ONE = 6
+"""Pages in the ring of a single row: all of a run, where a row chooses 96 blocks."""
 
 
 def selected_launch(plan: DecodePlan, rows: int, *, is_tree: bool) -> AttentionLaunch:
     """Return the launch of `selected_attention`, in as many clusters as find room at once: a further cluster would have
     to wait until another has taken all its turns. A single row has pairs of clusters where the device has clusters of
-    sixteen blocks."""
+    sixteen blocks, and a longer ring: its blocks are too few to share multiprocessors."""
     of_model, is_paired = plan.constants, rows == 1 and plan.device.has_wide_clusters
-    width = 2 if is_paired else 1
+    width, stages = (2, _STAGES_OF_ONE) if is_paired else (1, of_model.stages)
     clusters = min(max(1, plan.clusters_at_once // (plan.units * rows)), plan.num_splits // plan.cluster)
     return replace(
-        plan.launch(rows, replace(of_model, selected=1)),
+        plan.launch(rows, replace(of_model, selected=1, stages=stages)),
         kernel=SELECTED_ATTENTION,
-        constants=SelectedConstants(of_model.head_dim, of_model.group, of_model.stages, is_tree, is_paired),
+        constants=SelectedConstants(of_model.head_dim, of_model.group, stages, is_tree, is_paired),
         grid=(width * plan.cluster, plan.units * rows, ceil(clusters / width)),
         takes_local=True,
     )
