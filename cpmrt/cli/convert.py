@@ -20,7 +20,7 @@ from cpmrt.quantization.gguf_conversion import FILE_TYPES, to_gguf
 from cpmrt.quantization.marlin_conversion import convert
 from cpmrt.quantization.outputs import check_new
 from cpmrt.quantization.plain_conversion import to_safetensors
-from cpmrt.weights.gguf.file import has_gguf_suffix
+from cpmrt.weights.gguf.names import has_gguf_suffix
 from cpmrt.weights.model_folder import ModelFolder
 
 

@@ -14,8 +14,7 @@ from cpmrt.models import decoder
 from cpmrt.models.planning import position_limit
 from cpmrt.weights.draft_folder import resolve
 from cpmrt.weights.files import open_file, reading
-from cpmrt.weights.gguf.file import split_paths
-from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.weights.gguf.names import is_gguf, split_paths
 from cpmrt.weights.model_folder import ModelFolder
 
 REVISION = 1

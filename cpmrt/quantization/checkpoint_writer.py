@@ -25,7 +25,7 @@ from cpmrt.tensor_spec import Source
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
 from cpmrt.weights.formats.gptq import HEAD
-from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.weights.gguf.names import is_gguf
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.safetensors import FLOATS
 

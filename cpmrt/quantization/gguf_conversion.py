@@ -23,7 +23,7 @@ from cpmrt.quantization.plain_conversion import plain_weights
 from cpmrt.tensor_spec import Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
-from cpmrt.weights.gguf.file import GGUF_SUFFIX, has_gguf_suffix
+from cpmrt.weights.gguf.names import GGUF_SUFFIX, has_gguf_suffix
 from cpmrt.weights.gguf.specs import unpaired
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack

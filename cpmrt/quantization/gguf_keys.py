@@ -13,7 +13,7 @@ from cpmrt.models.rope import inverse_frequencies
 from cpmrt.quantization.gguf_file import KeyValue, Typed
 from cpmrt.weights.gguf.architectures import GGUF_ARCHITECTURES, LONG_FACTORS, SHORT_FACTORS, GgufArchitecture
 from cpmrt.weights.gguf.config import SAMPLING
-from cpmrt.weights.gguf.file import without_gguf_suffix
+from cpmrt.weights.gguf.names import without_gguf_suffix
 from cpmrt.weights.model_folder import ModelFolder
 
 _QUANTIZATION_VERSION = 2

@@ -13,7 +13,7 @@ from cpmrt.errors import ConfigError, reason_of
 from cpmrt.text.chat_template import ADDITIONAL, additional_templates
 from cpmrt.weights.checkpoint import INDEX_NAME
 from cpmrt.weights.files import open_file, reading
-from cpmrt.weights.gguf.file import has_gguf_suffix
+from cpmrt.weights.gguf.names import has_gguf_suffix
 
 _COMPANIONS = ("*.json", "*.jinja", "*.jinja2", "*.model", "*.txt", "*.py", "LICENSE*")
 """Files that are copied beside the weights: tokenizer, chat template, remote code."""

@@ -19,7 +19,7 @@ from cpmrt.tensor_spec import TensorSpec
 from cpmrt.text.tokenizer import MAX_TOKENIZER_BYTES
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import SINGLE_NAME, Checkpoint
-from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.weights.gguf.names import is_gguf
 from cpmrt.weights.model_files import is_there, read_file
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.pack import pack

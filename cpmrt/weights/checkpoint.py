@@ -11,11 +11,8 @@ from typing import Protocol
 
 from cpmrt.caller_warnings import warn_caller
 from cpmrt.dtypes import Array
-from cpmrt.errors import CheckpointError, CpmrtError, listed, quoted
-from cpmrt.weights.gguf.architectures import NOT_WEIGHTS, GgufArchitecture, architecture_of
-from cpmrt.weights.gguf.config import head_dim
-from cpmrt.weights.gguf.file import GgufFile, GgufModel, has_gguf_suffix
-from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.errors import CheckpointError, listed, quoted
+from cpmrt.weights.gguf.names import has_gguf_suffix, is_gguf
 from cpmrt.weights.mapped_file import TensorEntry
 from cpmrt.weights.model_files import is_there, read_json
 from cpmrt.weights.safetensors import SafetensorsFile
@@ -94,20 +91,15 @@ class Checkpoint:
 
     @classmethod
     def _of_gguf(cls, path: Path) -> Checkpoint:
-        model = GgufModel.open(path)
-        try:
-            row, rows = architecture_of(model.metadata, path), head_dim(model)
-            entries = _renamed(model, row)
-        except CpmrtError:
-            model.close()
-            raise
-        pairs = {name: rows for name in entries if row.pairs_rows(name)}
+        from cpmrt.weights.gguf.tensors import open_tensors
+
+        model, entries, pairs = open_tensors(path)
         return cls(path, MappingProxyType(entries), {part.path: part for part in model.parts}, pairs)
 
     @property
     def is_gguf(self) -> bool:
         """Whether the tensors come from GGUF files."""
-        return any(isinstance(file, GgufFile) for file in self._files.values())
+        return any(has_gguf_suffix(path.name) for path in self._files)
 
     @property
     def num_bytes(self) -> int:
@@ -136,22 +128,6 @@ class Checkpoint:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _renamed(model: GgufModel, row: GgufArchitecture) -> dict[str, TensorEntry]:
-    """Return the weights of a GGUF model by their Hugging Face names. Raises CheckpointError where two have the same.
-    """
-    entries: dict[str, TensorEntry] = {}
-    for name, entry in model.entries.items():
-        renamed = row.hugging_face_name(name)
-        if renamed in entries:
-            raise CheckpointError(
-                f"{model.path}: two tensors are {quoted(renamed)}",
-                actual=f"{quoted(entries[renamed].name)} and {quoted(name)}",
-            )
-        if name not in NOT_WEIGHTS:
-            entries[renamed] = entry
-    return entries
 
 
 def _language_part(folder: Path, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from cpmrt.errors import CheckpointError, ConfigError, quoted
-from cpmrt.weights.gguf.file import has_gguf_suffix
+from cpmrt.weights.gguf.names import has_gguf_suffix
 from cpmrt.weights.hugging_face import HuggingFace
 from cpmrt.weights.modelscope import ModelScope
 from cpmrt.weights.repository import Hub, Repository, has_weights

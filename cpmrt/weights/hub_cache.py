@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpmrt.errors import CheckpointError, CpmrtError
 from cpmrt.weights.draft_folder import method_of
-from cpmrt.weights.gguf.file import has_gguf_suffix
+from cpmrt.weights.gguf.names import has_gguf_suffix
 from cpmrt.weights.hub import HUBS
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.repository import CachedRepository, Hub, has_weights

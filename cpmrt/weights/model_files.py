@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cpmrt.weights import files
 from cpmrt.weights.files import MAX_JSON_BYTES, parse_object
-from cpmrt.weights.gguf.folder import has_member, is_gguf, read_member
+from cpmrt.weights.gguf.names import is_gguf
 
 
 def is_there(path: Path) -> bool:
@@ -17,15 +17,21 @@ def is_there(path: Path) -> bool:
 
     Only an absent file counts as absent: whatever else keeps it from being found raises CheckpointError.
     """
-    if is_gguf(path.parent):
-        return has_member(path.parent, path.name)
-    return files.is_there(path)
+    if not is_gguf(path.parent):
+        return files.is_there(path)
+    from cpmrt.weights.gguf.folder import has_member
+
+    return has_member(path.parent, path.name)
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
     """Return all bytes of a file. Raises CheckpointError if it cannot be opened or read, or has more than `max_bytes`.
     """
-    made = read_member(path.parent, path.name) if is_gguf(path.parent) else None
+    made = None
+    if is_gguf(path.parent):
+        from cpmrt.weights.gguf.folder import read_member
+
+        made = read_member(path.parent, path.name)
     return files.read_file(path, max_bytes) if made is None else files.bounded(made, path, max_bytes)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from cpmrt.config import ModelConfig, SamplingDefaults, SparseSetting, with_sparse_setting
 from cpmrt.errors import CheckpointError, listed, quoted
 from cpmrt.weights import hub
-from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.weights.gguf.names import is_gguf
 from cpmrt.weights.hub import BUNDLED
 from cpmrt.weights.model_files import is_there, read_json, read_json_if_there
 from cpmrt.weights.overrides import ReadKeys, merged

@@ -17,7 +17,7 @@ from cpmrt.byte_sizes import format_bytes
 from cpmrt.errors import CheckpointError, listed, quoted, reason_of
 from cpmrt.weights.checkpoint import INDEX_NAME, read_index, select_files
 from cpmrt.weights.gguf.choice import gguf_labels, select_gguf
-from cpmrt.weights.gguf.folder import is_gguf
+from cpmrt.weights.gguf.names import is_gguf
 
 CONFIG_FILES = (
     *("config.json", "generation_config.json", "quantize_config.json", "tokenizer.json", "tokenizer_config.json"),

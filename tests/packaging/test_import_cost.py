@@ -39,3 +39,10 @@ def test_an_llm_can_be_asked_for_before_its_parts_are_imported() -> None:
     _, modules = import_once("from cpmrt import LLM, SamplingParams")
     parts = ("cpmrt.engine", "cpmrt.text", "cpmrt.weights", "cpmrt.models", "cpmrt.sharing", "cpmrt.cuda.assembly")
     assert "cpmrt.llm" in modules and [name for name in (*HEAVY, *parts) if name in modules] == []
+
+
+def test_a_model_of_other_files_starts_without_what_reads_gguf() -> None:
+    _, modules = import_once("from cpmrt import LLM\nLLM(executor='reference').close()")
+    readers = ("architectures", "config", "file", "folder", "header", "tensors", "vocabulary")
+    assert "cpmrt.weights.safetensors" in modules
+    assert [name for name in readers if f"cpmrt.weights.gguf.{name}" in modules] == []

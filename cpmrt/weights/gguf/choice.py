@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpmrt.errors import CheckpointError, listed, quoted
-from cpmrt.weights.gguf.file import has_gguf_suffix, split_paths, without_gguf_suffix
+from cpmrt.weights.gguf.names import has_gguf_suffix, split_paths, without_gguf_suffix
 
 _PART = re.compile(r"-[0-9]{5}(-of-[0-9]{5})$")
 _SEPARATORS = "-._"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,21 +13,9 @@ from cpmrt.dtypes import Array
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights.files import DOWNLOAD_AGAIN, LFS_POINTER, lfs_pointer, open_file, reading
 from cpmrt.weights.gguf.header import Value, read_header
+from cpmrt.weights.gguf.names import split_paths
 from cpmrt.weights.mapped_file import MappedFile, TensorEntry, map_file, unmap
 from cpmrt.weights.safetensors import FLOATS
-
-GGUF_SUFFIX = ".gguf"
-_SPLIT_NAME = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
-
-
-def has_gguf_suffix(name: str) -> bool:
-    """Whether a file's name is that of a GGUF file; capitals do not matter."""
-    return name.lower().endswith(GGUF_SUFFIX)
-
-
-def without_gguf_suffix(name: str) -> str:
-    """Return a file's name without the suffix of GGUF files, if it has that."""
-    return name[: -len(GGUF_SUFFIX)] if has_gguf_suffix(name) else name
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -73,16 +60,6 @@ class GgufFile(MappedFile):
         if entry.dtype in FLOATS:
             return raw.view(FLOATS[entry.dtype].storage).reshape(entry.shape)
         return raw.reshape(*entry.shape[:-1], -1)
-
-
-def split_paths(path: Path) -> list[Path]:
-    """Return all files of the model that `path` is a part of, in order; only `path` if its name is not that of a part.
-    """
-    match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None or not 1 <= int(match[2]) <= int(match[3]):
-        return [path]
-    stem, _, count, suffix = match.groups()
-    return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in range(1, int(count) + 1)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

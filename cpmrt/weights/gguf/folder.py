@@ -12,13 +12,8 @@ import numpy as np
 
 from cpmrt.errors import CheckpointError
 from cpmrt.weights.gguf.config import config_json, generation_config_json
-from cpmrt.weights.gguf.file import GgufModel, has_gguf_suffix
+from cpmrt.weights.gguf.file import GgufModel
 from cpmrt.weights.gguf.vocabulary import has_tokenizer, tokenizer_config_json, tokenizer_json
-
-
-def is_gguf(path: Path) -> bool:
-    """Tell whether a path is that of a file whose name ends in .gguf."""
-    return has_gguf_suffix(path.name) and path.is_file()
 
 
 def read_member(path: Path, name: str) -> bytes | None:
