@@ -7,6 +7,7 @@ import sys
 import termios
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
@@ -17,7 +18,8 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from cpmrt import env
 from cpmrt.cli.multiline import QUOTES, is_open, unquoted
-from cpmrt.cli.output import note
+from cpmrt.cli.output import note, printable
+from cpmrt.errors import reason_of
 
 PROMPT, CONTINUATION = "> ", ". "
 
@@ -100,7 +102,7 @@ def _bindings() -> KeyBindings:
 def open_history() -> History:
     """Return the history of earlier runs, kept in a file that only this user can read.
 
-    If the file cannot be opened, return a history of this run alone.
+    If the file cannot be opened, say so and return a history of this run alone.
     """
     path = env.state_dir() / "chat_history"
     try:
@@ -108,9 +110,16 @@ def open_history() -> History:
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         os.fchmod(descriptor, 0o600)
         os.close(descriptor)
-    except OSError:
+    except OSError as error:
+        note(f"messages typed here are not kept for later runs: {_obstacle(error, path)}")
         return InMemoryHistory()
     return _KeptHistory(str(path))
+
+
+def _obstacle(error: OSError, path: Path) -> str:
+    """Return why the history at `path` cannot be kept; the error may be about a folder that `path` lies in."""
+    where = printable(str(error.filename or path))
+    return f"{where} is not a folder" if isinstance(error, FileExistsError) else f"{where}: {reason_of(error)}"
 
 
 class _KeptHistory(FileHistory):

@@ -175,10 +175,15 @@ def test_the_history_is_kept_between_runs_for_this_user_alone(chat, tmp_path):
         terminal.wait("> say(one)yas")
 
 
-def test_a_history_that_cannot_be_kept_is_no_reason_to_stop(chat, tmp_path):
-    (tmp_path / "state").write_text("a file where the folder should be")
-    with chat() as terminal:
+@pytest.mark.parametrize(("obstacle", "says"), [
+    (lambda state: state.write_text("a file where the folder should be"), "state is not a folder"),
+    (lambda state: (state / "chat_history").mkdir(parents=True), "state/chat_history: Is a directory"),
+], ids=["folder", "file"])  # fmt: skip
+def test_a_history_that_cannot_be_kept_is_said_and_no_reason_to_stop(chat, tmp_path, obstacle, says):
+    obstacle(tmp_path / "state")
+    with chat(columns=300) as terminal:
         terminal.wait_for_prompt()
+        assert f"messages typed here are not kept for later runs: {tmp_path}/{says}\n" in terminal.text
         terminal.type("say(one)yas\r")
         terminal.wait("\none\n>")
 
