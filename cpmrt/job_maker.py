@@ -23,6 +23,7 @@ from cpmrt.sharing.reading_results import joined, pooled, scores
 from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.markers import marker_ids
 from cpmrt.text.messages import checked_tools
+from cpmrt.text.template_options import check_switch, template_variables
 from cpmrt.text.thinking import closings, opened_thought, opening_tokens, prompt_end_of
 from cpmrt.tool_use.blame import blamed, check_schemas
 from cpmrt.tool_use.calls import called_names, schemas_of
@@ -41,7 +42,6 @@ Pooling = Literal["mean", "last"]
 Numbers = Iterator[int]
 """Numbers of requests: the seed of a request without one is made of its number."""
 
-_RESERVED = ("messages", "tools", "add_generation_prompt")
 _TokensOf = Callable[[Sequence[Message]], list[int]]
 _ChunkReader = Callable[[int, tuple[int, ...], tuple[int, ...]], Iterator[F32]]
 
@@ -186,6 +186,9 @@ class JobMaker:
         if not is_batch(prompt):
             return [self.choices(cast(Prompt, prompt), cast(SamplingParams | None, params), numbers)], False
         each = params if isinstance(params, (list, tuple)) else [params] * len(prompt)
+        if each is not params and params is not None:
+            # An error about the settings of all is about none of the prompts.
+            self.request((0,), cast(SamplingParams, params), numbers=count())
         if len(each) != len(prompt):
             raise RequestError("params", expected=f"one for all or {len(prompt)}, as prompts", actual=len(each))
 
@@ -207,7 +210,7 @@ class JobMaker:
     ) -> tuple[list[list[Generation]], bool]:
         """Return the choices of one conversation or of each of several, and whether there are several.
 
-        `options` as for `chat_prompt`. Raises RequestError, ContextLengthError.
+        `options` as for `chat_reader`. Raises RequestError, ContextLengthError.
         """
         tools = () if tool_choice == "none" else tuple(checked_tools(tools) or ())
         called = called_names(tools, tool_choice)
@@ -233,31 +236,32 @@ class JobMaker:
     def chat_prompts(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], **options: Any
     ) -> list[int] | list[list[int]]:
-        """Return the token ids of one conversation, or of each; `options` as for `chat_prompt`."""
-        if are_conversations(messages):
-            return of_each("prompts", messages, partial(self.chat_prompt, **options))
-        return self.chat_prompt(cast(Sequence[Message], messages), **options)
+        """Return the token ids of one conversation, or of each; `options` as for `chat_reader`."""
+        ids_of = self.chat_reader(**options)
+        return of_each("prompts", messages, ids_of) if are_conversations(messages) else ids_of(messages)
 
-    def chat_prompt(
+    def chat_reader(
         self,
-        messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool | None = None,
         add_generation_prompt: bool = True,
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Return the token ids of a conversation, as the checkpoint's chat template renders it. Raises RequestError."""
+    ) -> Callable[[Any], list[int]]:
+        """Return the function that gives a conversation's token ids, as the checkpoint's chat template renders it.
+
+        It raises RequestError for the conversation, this method for an option.
+        """
         if self.chat_template is None:
             raise RequestError("the checkpoint has no chat template", fix="use generate, or add chat_template.jinja")
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="pass token ids instead of text")
-        _check_switch("allow_special_tokens", allow_special_tokens)
-        _check_switch("add_generation_prompt", add_generation_prompt)
-        options = _variables(template_kwargs) | {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        check_switch("allow_special_tokens", allow_special_tokens)
+        check_switch("add_generation_prompt", add_generation_prompt)
+        options = template_variables(template_kwargs) | {"tools": tools, "add_generation_prompt": add_generation_prompt}
         if enable_thinking is not None:
-            _check_switch("enable_thinking", enable_thinking)
+            check_switch("enable_thinking", enable_thinking)
             options["enable_thinking"] = enable_thinking
         control_tokens = () if allow_special_tokens else self.tokenizer.control_tokens.texts
         template, tokenizer = self.chat_template, self.tokenizer
@@ -266,10 +270,13 @@ class JobMaker:
             text = template.render_marked(messages, control_tokens, **options)
             return tokenizer.encode_marked(text, max_tokens=self.engine.limits.max_context)
 
-        ids = tokens_of(messages)
-        if self.on_chat is not None:
-            self.on_chat(ids, messages, tokens_of)
-        return ids
+        def ids_of(messages: Sequence[Message]) -> list[int]:
+            ids = tokens_of(messages)
+            if self.on_chat is not None:
+                self.on_chat(ids, messages, tokens_of)
+            return ids
+
+        return ids_of
 
     def logits(self, prompt: Prompt) -> Reading:
         """Return a reading of the logits at every position: float32 [T, V]."""
@@ -285,7 +292,7 @@ class JobMaker:
         """Return readings of the embedding of one prompt or of each of several: float32 [H]. Errors as of `groups`."""
         if pooling not in ("mean", "last"):
             raise RequestError("pooling", expected="mean | last", actual=quoted(pooling))
-        _check_switch("normalize", normalize)
+        check_switch("normalize", normalize)
         collect = partial(pooled, mean=pooling == "mean", normalize=normalize)
 
         def reading(one: Prompt) -> Reading:
@@ -379,21 +386,3 @@ def is_batch(prompt: object) -> TypeGuard[Prompts]:
 def are_conversations(messages: object) -> TypeGuard[Sequence[Sequence[Message]]]:
     """Tell whether this is a list of conversations, and not of messages."""
     return isinstance(messages, (list, tuple)) and bool(messages) and isinstance(messages[0], (list, tuple))
-
-
-def _check_switch(name: str, value: object) -> None:
-    """Raise RequestError for a value that is not a bool: the text "false" would count as true."""
-    if not isinstance(value, bool):
-        raise RequestError(name, expected="True | False", actual=quoted(value))
-
-
-def _variables(template_kwargs: object) -> dict[str, Any]:
-    if template_kwargs is None:
-        return {}
-    if not isinstance(template_kwargs, Mapping) or not all(isinstance(name, str) for name in template_kwargs):
-        actual = quoted(template_kwargs)
-        raise RequestError("template_kwargs", expected="a dict of the template's variables", actual=actual)
-    for name in _RESERVED:
-        if name in template_kwargs:
-            raise RequestError(f"template_kwargs: {name} is an argument of its own", fix=f"pass {name}=...")
-    return dict(template_kwargs)

@@ -273,14 +273,13 @@ class LLM:
 
             >>> llm.stream(llm.chat_prompt([{"role": "user", "content": "Hi"}], enable_thinking=False))
         """
-        return self.maker.chat_prompt(
-            messages,
+        return self.maker.chat_reader(
             tools=tools,
             enable_thinking=enable_thinking,
             add_generation_prompt=add_generation_prompt,
             allow_special_tokens=allow_special_tokens,
             template_kwargs=template_kwargs,
-        )
+        )(messages)
 
     @checks_keywords()
     def logits(self, prompt: Prompt) -> F32:

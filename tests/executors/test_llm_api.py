@@ -133,6 +133,21 @@ def test_a_wrong_conversation_of_many_is_named(llm, wrong, says):
         llm.chat([HI, wrong], SamplingParams(max_new_tokens=200))
 
 
+@pytest.mark.parametrize(("params", "options", "says"), [
+    (SamplingParams(stop_token_ids=[999]), {}, "SamplingParams.stop_token_ids: expected ids in"),
+    ({"temperature": 1}, {}, "params: expected SamplingParams, got dict"),
+    (None, {"enable_thinking": "no"}, "enable_thinking: expected True"),
+    (None, {"template_kwargs": {"messages": 1}}, "template_kwargs: messages is an argument of its own"),
+    ([SAMPLED, SamplingParams(stop_token_ids=[999])], {}, r"prompts\[1\]: SamplingParams.stop_token_ids: expected"),
+])  # fmt: skip
+def test_an_error_about_a_setting_for_all_names_no_prompt(llm, params, options, says):
+    with pytest.raises(RequestError, match=f"^{says}"):
+        llm.chat([HI, HI], params, **options)
+    if not options:
+        with pytest.raises(RequestError, match=f"^{says}"):
+            llm.generate(["a", "b"], params)
+
+
 def test_a_wrong_text_of_many_to_embed_is_named(llm):
     with pytest.raises(RequestError, match=r"^prompts\[2\]: the prompt does not fit the context"):
         llm.embed(["a", "b", "c" * 300])
