@@ -63,6 +63,7 @@ def _partial(out: Path, kind: str) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
             yield Path(folder) / out.name
+            check_new(out, kind)  # what has come there meanwhile stays: a rename would replace a file
             (Path(folder) / out.name).rename(out)
     except OSError as error:
         raise ConfigError(

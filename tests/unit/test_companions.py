@@ -11,7 +11,7 @@ from tiny_checkpoint import write_checkpoint
 from cpmrt.cli.main import main
 from cpmrt.errors import CheckpointError, ConfigError
 from cpmrt.quantization import outputs
-from cpmrt.quantization.outputs import copy_companions, new_folder
+from cpmrt.quantization.outputs import copy_companions, new_file, new_folder
 
 RTN = ("--method", "rtn", "--group-size", "32")
 TERNARY = ("--method", "ternary", "--group-size", "32")
@@ -81,3 +81,13 @@ def test_a_companion_that_cannot_be_read_is_not_a_folder_that_cannot_be_written(
 def test_an_error_of_the_disk_without_a_number_is_named_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written: the disk is gone"), new_folder(tmp_path / "out"):
         raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("new", [new_file, new_folder])
+def test_a_file_that_has_come_meanwhile_stays(tmp_path: Path, new) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="out exists already; name a new"), new(out) as partial:
+        if new is new_file:
+            partial.write_text("ours")
+        out.write_text("of somebody else")
+    assert list(tmp_path.iterdir()) == [out] and out.read_text() == "of somebody else"
