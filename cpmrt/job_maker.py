@@ -108,14 +108,16 @@ class JobMaker:
         )
 
     def calling(
-        self, params: SamplingParams, tools: Sequence[Tool], called: Sequence[str], *, one_call: bool = False
-    ) -> SamplingParams:
+        self, params: SamplingParams, tools: Sequence[Tool], called: Sequence[str], *, one_call: bool = False,
+        allowed: Sequence[str] = (),
+    ) -> SamplingParams:  # fmt: skip
         """Return settings that make an answer call one or more of the tools named `called`; only one with `one_call`.
 
-        If none is named the answer is free until it begins to call one of the tools, and an answer with a JSON schema
-        may be calls instead. Settings are returned unchanged where no grammar can bind the calls of a free answer:
-        without llguidance, for an executor without masks, and for tools that no grammar can describe. The model may
-        call such tools all the same, but nothing makes its calls valid. Raises RequestError.
+        If none is named the answer is free until it begins to call one of the tools (of those named `allowed`, if any
+        are), and an answer with a JSON schema may be calls instead. Settings are returned unchanged where no grammar
+        can bind the calls of a free answer: without llguidance, for an executor without masks, and for tools that no
+        grammar can describe. The model may call such tools all the same, but nothing makes its calls valid. Raises
+        RequestError.
         """
         if called and params.form is not None:
             raise RequestError("tool_choice", expected="no other form of the answer", actual=params.form.kind)
@@ -125,19 +127,22 @@ class JobMaker:
         if is_free and (self.tokenizer is None or missing_packages("grammar") or not self.engine.limits.takes_masks):
             return params
         try:
-            return self._bound(params, tools, called, one_call=one_call, is_free=is_free)
+            return self._bound(params, tools, called or allowed, one_call=one_call, is_free=is_free)
         except RequestError:
             if is_free:
                 return params
             raise
 
     def _bound(
-        self, params: SamplingParams, tools: Sequence[Tool], called: Sequence[str], *, one_call: bool, is_free: bool
+        self, params: SamplingParams, tools: Sequence[Tool], names: Sequence[str], *, one_call: bool, is_free: bool
     ) -> SamplingParams:
-        """Return settings with a compiled grammar of calls; with `is_free` it applies from the start of a call on."""
+        """Return settings with a compiled grammar of calls of the tools of these names, or of all if there are none.
+
+        With `is_free` it applies from the start of a call on.
+        """
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="leave out tool_choice")
-        schemas = {name: schema for name, schema in schemas_of(tools).items() if name in called or not called}
+        schemas = {name: schema for name, schema in schemas_of(tools).items() if name in names or not names}
         check_schemas(tools, schemas)
         form = format_of(self.chat_template)
         grammar = grammar_of(form, schemas, self.tokenizer, one_call=one_call, instead=params.json_schema)

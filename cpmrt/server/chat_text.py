@@ -24,7 +24,8 @@ class ChatText:
     a call is one then. If the answer ends within such a call, the call has the arguments that are there; with
     `objects_only` it is left out unless they are a whole object. `calls_only`: the answer is calls alone, so one that
     is cut before its name is certain does not become text either. `grows`: arguments come bit by bit, in several
-    deltas; the whole message is the same without.
+    deltas; the whole message is the same without. `only_known`: a block with a call of another tool than those of
+    `schemas` is text.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class ChatText:
         calls_only: bool = False,
         objects_only: bool = False,
         grows: bool = True,
+        only_known: bool = False,
     ):
         self._thinking, self._bound = _ThinkingSplitter(thought_end), bound
         self._calls_only, self._objects_only, self._grows = calls_only, objects_only, grows
-        self._tools = None if schemas is None else CallFinder(schemas)
+        self._tools = None if schemas is None else CallFinder(schemas, only_known=only_known)
         self._calls = CallDeltas(one_call=one_call)
         self._is_cut = False
         self._num_before_text = 0

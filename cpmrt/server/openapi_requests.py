@@ -174,6 +174,7 @@ def _chat_message() -> Schema:
 def _chat_fields() -> Schema:
     function = object_of({"name": STRING}, {"description": {}, "parameters": optional("object")})
     tool = object_of({"type": {"const": "function"}, "function": function})
+    called = object_of({"type": {"const": "function"}, "function": object_of({"name": STRING})})
     return {
         **_SHARED,
         **_unused(),
@@ -185,7 +186,8 @@ def _chat_fields() -> Schema:
         "tool_choice": {
             "anyOf": [
                 {"enum": ["none", "auto", "required", None]},
-                object_of({"type": {"const": "function"}, "function": object_of({"name": STRING})}),
+                called,
+                object_of({"type": {"const": "allowed_tools"}, "allowed_tools": _allowed_tools(called)}),
             ],
         },
         "parallel_tool_calls": optional("boolean", default=True, description="false: the first call alone is given"),
@@ -203,6 +205,11 @@ def _chat_fields() -> Schema:
             "boolean", default=False, description="Special tokens in messages of users and tools count as such"
         ),
     }
+
+
+def _allowed_tools(called: Schema, **others: Schema) -> Schema:
+    """Return the schema of a choice among some of the tools, each named as in `called`."""
+    return object_of({**others, "mode": {"enum": ["auto", "required"]}, "tools": array(called, minItems=1)})
 
 
 def _response_item() -> Schema:
@@ -224,6 +231,7 @@ def _responses_fields(chat: Schema) -> Schema:
     function = object_of(
         {"type": {"const": "function"}, "name": STRING}, {"description": {}, "parameters": optional("object")}
     )
+    called = object_of({"type": {"const": "function"}, "name": STRING})
     form = [
         NULL,
         object_of({"type": {"enum": ["text", "json_object"]}}),
@@ -239,7 +247,8 @@ def _responses_fields(chat: Schema) -> Schema:
         "tool_choice": {
             "anyOf": [
                 {"enum": ["none", "auto", "required", None]},
-                object_of({"type": {"const": "function"}, "name": STRING}),
+                called,
+                _allowed_tools(called, type={"const": "allowed_tools"}),
             ]
         },
         "parallel_tool_calls": optional("boolean", default=True),

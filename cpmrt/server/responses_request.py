@@ -22,6 +22,7 @@ CHAT_NAMES = {
     r"response_format\.json_schema(\.schema)?": "text.format.schema",
     "response_format": "text.format",
     r"(tools\[\d+\])\.function": r"\1",
+    r"tool_choice\.allowed_tools": "tool_choice",
 }
 """Patterns of the names of fields in chats -> their names in this API."""
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -97,12 +98,17 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """Return the choice as chats have it: a function's name stands in an object of its own there.
+    """Return the choice as chats have it: a function's name, and the allowed tools, stand in an object of their own
+    there.
 
     "auto" is what no choice means, and may be said without tools here.
     """
     if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [_tool_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
     return None if choice == "auto" else choice
 
 

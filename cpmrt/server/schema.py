@@ -17,6 +17,7 @@ from cpmrt.engine import request_seed
 from cpmrt.server.answer_form import read_form
 from cpmrt.server.errors import ApiError, invalid, naming, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown, whole_numbers
+from cpmrt.server.tool_choice import read_tool_choice
 from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, check_unused
 from cpmrt.text.messages import arguments_in
 
@@ -64,13 +65,15 @@ class Wanted:
 class ChatRequest:
     """POST /v1/chat/completions. `tools` are empty where the model may call none; with `one_call` it may make one call.
 
-    `called` are the names of tools of which the answer must call one; empty: it need not call any.
+    `called` are the names of tools of which the answer must call one; empty: it need not call any. `allowed` are those
+    of the tools that it may call; empty: all.
     `allow_special_tokens`: special tokens that users, tools and documents write count as such.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]]
     called: tuple[str, ...]
+    allowed: tuple[str, ...]
     template_kwargs: dict[str, Any]
     allow_special_tokens: bool
     one_call: bool
@@ -100,15 +103,15 @@ def read_chat(body: dict[str, Any], models: Sequence[str]) -> ChatRequest:
     check_model(fields, models)
     check_unused(fields, REFUSED_IN_CHATS)
     tools = read_tools(fields)
-    called = _called(fields, tools)
-    is_named = isinstance(fields.raw("tool_choice"), dict)
+    choice = read_tool_choice(fields, tools)
     return ChatRequest(
         messages=read_messages(fields),
         tools=tools,
-        called=called,
+        called=choice.called,
+        allowed=choice.allowed,
         template_kwargs=read_template_kwargs(fields),
         allow_special_tokens=fields.boolean("allow_special_tokens") is True,
-        one_call=fields.boolean("parallel_tool_calls") is False or is_named,
+        one_call=fields.boolean("parallel_tool_calls") is False or choice.is_single,
         wanted=read_wanted(fields, _chat_max_tokens(fields), _chat_logprobs(fields)),
     )
 
@@ -288,20 +291,6 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
 def _given(function: dict[str, Any]) -> dict[str, Any]:
     """Return a function without fields that are null: templates would write them out."""
     return {name: value for name, value in function.items() if value is not None}
-
-
-def _called(fields: Fields, tools: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the names of the tools of which one must be called."""
-    choice, names = fields.raw("tool_choice"), tuple(tool["function"]["name"] for tool in tools)
-    if choice in (None, "none", "auto"):
-        return ()
-    if choice == "required":
-        return names
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if name not in names:
-        raise invalid("tool_choice", 'expected "auto", "none", "required", or one of the tools by its name')
-    return (str(name),)
 
 
 def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:

@@ -169,7 +169,9 @@ class Service:
         """Return what is wanted of a chat, and for each choice its request and the `ChatText` that splits its text."""
         llm = self.engine.llm
         check_tools(llm, chat.tools, chat.called)
-        wanted = calling(llm, chat.wanted, chat.tools, chat.called, one_call=chat.one_call)
+        wanted = calling(
+            llm, chat.wanted, chat.tools, chat.called, one_call=chat.one_call, allowed=chat.allowed
+        )
         ids = llm.chat_prompt(
             chat.messages,
             tools=chat.tools or None,
@@ -180,10 +182,12 @@ class Service:
         requests = choices_of(llm, ids, wanted)
         thought_end = opened_thought(llm.tokenizer, ids)
         schemas = schemas_of(chat.tools) if chat.tools else None
+        if schemas and chat.allowed:
+            schemas = {name: schemas[name] for name in chat.allowed}
         bound = bound_format(llm, wanted, chat.called)
         make_text = partial(
             ChatText, thought_end, schemas, one_call=chat.one_call, bound=bound, calls_only=bool(chat.called),
-            grows=wanted.streams,
+            grows=wanted.streams, only_known=bool(chat.allowed),
         )  # fmt: skip
         return wanted, requests, [make_text() for _ in range(wanted.num_choices)]
 
@@ -285,11 +289,13 @@ def check_tools(llm: LLM, tools: Sequence[Any], called: Sequence[str]) -> None:
 
 
 def calling(
-    llm: LLM, wanted: Wanted, tools: Sequence[Mapping[str, Any]], called: tuple[str, ...], *, one_call: bool
-) -> Wanted:
+    llm: LLM, wanted: Wanted, tools: Sequence[Mapping[str, Any]], called: tuple[str, ...], *, one_call: bool,
+    allowed: tuple[str, ...] = (),
+) -> Wanted:  # fmt: skip
     """Return `wanted` with the settings of `JobMaker.calling`, which make answers call tools. Raises RequestError."""
     with naming(wanted.form_names):
-        return replace(wanted, sampling=llm.maker.calling(wanted.sampling, tools, called, one_call=one_call))
+        sampling = llm.maker.calling(wanted.sampling, tools, called, one_call=one_call, allowed=allowed)
+    return replace(wanted, sampling=sampling)
 
 
 def bound_format(llm: LLM, wanted: Wanted, called: Sequence[str]) -> Format | None:

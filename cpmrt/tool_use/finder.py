@@ -16,11 +16,12 @@ _ANY_START = re.compile("|".join(map(re.escape, _STARTS)))
 class CallFinder:
     """Splits the text of an answer into text and calls. A block that turns out to be no call is returned as text.
 
-    White space in front of a call, and between calls, is dropped.
+    With `only_known` a block is no call if it has one of a tool without a schema. White space in front of a call, and
+    between calls, is dropped.
     """
 
-    def __init__(self, schemas: Schemas):
-        self._schemas = schemas
+    def __init__(self, schemas: Schemas, *, only_known: bool = False):
+        self._schemas, self._only_known = schemas, only_known
         self._held = ""
         self._gap = ""
         """The white space in front of the block that is open."""
@@ -112,6 +113,8 @@ class CallFinder:
         try:
             found = form.read(block, self._schemas)
         except ValueError:
+            return False
+        if self._only_known and any(call.name not in self._schemas for call in found):
             return False
         calls += found
         self._has_calls = self._has_calls or bool(found)

@@ -51,6 +51,14 @@ def message(pieces, *, thought_end=None, schemas=SCHEMAS):
     return made
 
 
+def test_a_call_of_a_tool_that_is_not_allowed_is_text():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for allowed in (True, False):
+        text, whole = ChatText(None, {"f" if allowed else "g": {}}, only_known=True), Message()
+        whole.add(text.push(call) + text.flush())
+        assert text.has_calls is allowed and whole.content()["content"] == (None if allowed else call)
+
+
 def cut(text, places):
     bounds = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
     return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]

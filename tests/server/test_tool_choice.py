@@ -14,6 +14,7 @@ from tool_model import MARKERS, TOOLS, tool_llm
 
 from cpmrt import RequestError, SamplingParams
 from cpmrt.grammar import Thought
+from cpmrt.server.schema import read_chat
 
 pytest.importorskip("llguidance")
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
@@ -58,6 +59,73 @@ def test_a_tool_is_called_by_its_name(client):
     (choice,) = asked(client, tool_choice=named).choices
     assert [call.function.name for call in choice.message.tool_calls] == ["get_climate"]
     check(choice.message.tool_calls)
+
+
+def allowed(mode, *names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_one_of_the_allowed_tools_must_be_called(client, name):
+    shown = asked(client, tool_choice="auto", max_tokens=1).usage.prompt_tokens
+    for stream in (False, True):
+        fields = {"tool_choice": allowed("required", name), "parallel_tool_calls": False}
+        if stream:
+            _, calls, reason = streamed(client, **fields)
+            assert [called for called, _ in calls] == [name] and reason == "tool_calls"
+        else:
+            answer = asked(client, **fields)
+            assert [call.function.name for call in answer.choices[0].message.tool_calls] == [name]
+            check(answer.choices[0].message.tool_calls)
+            assert answer.usage.prompt_tokens == shown
+
+
+def test_all_tools_may_be_allowed(client):
+    fields = {"parallel_tool_calls": False, "tool_choice": allowed("required", *SCHEMAS)}
+    both = [asked(client, **fields | choice) for choice in ({}, {"tool_choice": "required"})]
+    assert len({json.dumps(each.choices[0].message.tool_calls[0].function.to_dict()) for each in both}) == 1
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_call_at_will_is_of_an_allowed_tool(server, name):
+    chat = read_chat({"messages": [{"role": "user", "content": "?"}], "tools": TOOLS,
+                      "tool_choice": allowed("auto", name)}, ["demo"])  # fmt: skip
+    assert (chat.called, chat.allowed, chat.tools, chat.one_call) == ((), (name,), TOOLS, False)
+    llm = server.engine.llm
+    texts = {}
+    for chosen in ((), chat.allowed):
+        bound = llm.maker.calling(SamplingParams(json_schema={"enum": ["rain"]}), TOOLS, (), allowed=chosen)
+        texts[chosen] = bound.grammar
+    assert all(f"{each}" in texts[()] for each in SCHEMAS)
+    assert [each for each in SCHEMAS if each in texts[(name,)]] == [name]
+    answer = server.chat("Weather?", tools=TOOLS, tool_choice=allowed("auto", name), max_tokens=5)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(("wrong", "param", "says"), [
+    ({"type": "allowed_tools"}, "", "expected an object with mode and tools"),
+    (allowed("any", "get_climate"), ".mode", "expected auto or required, got 'any'"),
+    (allowed("auto"), ".tools", "expected an array of at least one tool"),
+    (allowed("auto", "get_climate", "nothing"), ".tools[1]", "expected one of the tools by its name, got 'nothing'"),
+    (allowed("auto", 7), ".tools[0]", "expected one of the tools"),
+], ids=str)  # fmt: skip
+def test_allowed_tools_that_there_are_not(server, wrong, param, says):
+    error = server.chat(tools=TOOLS, tool_choice=wrong).json()["error"]
+    assert error["param"] == f"tool_choice.allowed_tools{param}" and says in error["message"]
+    inner = wrong.get("allowed_tools")
+    flat = {"type": "allowed_tools"} | (inner or {})
+    body = {"input": "?", "tools": [{"type": "function", **tool["function"]} for tool in TOOLS], "tool_choice": flat}
+    answer = server.client.post("/v1/responses", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("tool_choice")
+
+
+def test_responses_of_allowed_tools(client):
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_climate"}]}
+    fields = {"model": "demo", "input": "Weather?", "tools": tools, "parallel_tool_calls": False}
+    answer = client.responses.create(**fields, tool_choice=choice)
+    assert [item.name for item in answer.output] == ["get_climate"]
 
 
 def test_calls_are_streamed(client):
