@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from cpmrt.dtypes import F32
 from cpmrt.job_maker import Pooling
-from cpmrt.server.errors import invalid, unsupported
+from cpmrt.server.errors import invalid, naming, unsupported
 from cpmrt.server.exchange import usage_of
 from cpmrt.server.json_body import Fields, shown
 from cpmrt.server.responses import json_parts
@@ -42,7 +42,8 @@ class Embeddings:
         if dimensions not in (None, size):
             raise unsupported("dimensions", f"the vectors of this model have {size}")
         texts = prompts if len(prompts) > 1 else prompts[0]
-        self._readings = self._llm.maker.embed(texts, pooling, normalizes, "input")
+        with naming({"prompt": "input"}):
+            self._readings = self._llm.maker.embed(texts, pooling, normalizes, "input")
         self._running: Sequence[Reading] = ()
         self._is_cancelled = False
         self.answer: Sequence[bytearray] = ()

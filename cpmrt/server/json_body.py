@@ -202,6 +202,16 @@ def is_number(value: object) -> bool:
     return abs(value) < 2**1000 if isinstance(value, int) else isfinite(value)
 
 
+def checked_text(text: str, where: str) -> str:
+    """Return a text of a prompt. Raises ApiError 400 for one that no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"expected valid Unicode, got half of a surrogate pair (character {error.start})"
+        raise invalid(where, problem) from None
+    return text
+
+
 def shown(value: object) -> str:
     """Return a value for an error message as JSON has it, cut short."""
     if isinstance(value, (dict, list)):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cpmrt.server.errors import ApiError, invalid, unsupported
-from cpmrt.server.json_body import Fields, shown
+from cpmrt.server.json_body import Fields, checked_text, shown
 from cpmrt.server.schema import Wanted, check_model, given_tools, read_wanted
 from cpmrt.server.unused_fields import LEAVE_OUT, REFUSED_IN_MESSAGES, check_unused
 
@@ -94,7 +94,7 @@ def _system(value: Any) -> list[dict[str, Any]]:
 def _blocks(content: Any, where: str) -> list[Block]:
     """Return content as blocks; a string is one block of text."""
     if isinstance(content, str):
-        return [{"type": "text", "text": content}]
+        return [{"type": "text", "text": checked_text(content, where)}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise invalid(where, f"expected a string or an array of blocks, got {shown(content)}")
     return content
@@ -105,7 +105,7 @@ def _text(block: Block, where: str) -> str:
         raise ApiError(400, f"{where}: only text is supported, got {shown(block.get('type'))}", param=where)
     if not isinstance(block.get("text"), str):
         raise invalid(f"{where}.text", "expected a string")
-    return str(block["text"])
+    return checked_text(block["text"], f"{where}.text")
 
 
 def _turn(turn: Any, where: str) -> list[dict[str, Any]]:

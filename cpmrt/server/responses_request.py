@@ -6,9 +6,10 @@ from typing import Any
 
 from cpmrt.server.answer_form import FORM_FIELDS
 from cpmrt.server.errors import invalid, unsupported
-from cpmrt.server.json_body import Fields, shown
+from cpmrt.server.json_body import Fields, checked_text, shown
 from cpmrt.server.schema import check_role
 from cpmrt.server.unused_fields import REFUSED_IN_RESPONSES, USE_CHATS, check_unused
+from cpmrt.text.messages import arguments_in
 
 _SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
@@ -49,9 +50,11 @@ def chat_of(body: dict[str, Any]) -> dict[str, Any]:
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
     instructions, given = fields.string("instructions"), fields.raw("input")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": checked_text(instructions, "instructions")})
     if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
+        return [*messages, {"role": "user", "content": checked_text(given, "input")}]
     if not isinstance(given, list) or not given:
         raise invalid("input", "expected a text or an array of items")
     for index, item in enumerate(given):
@@ -66,8 +69,7 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         role = check_role(item.get("role"), where)
         messages.append({"role": role, "content": _content(item.get("content"), f"{where}.content")})
     elif kind == "function_call":
-        call = {"id": item.get("call_id"), "type": "function"}
-        call["function"] = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": _function(Fields(item, where))}
         if not (messages and messages[-1]["role"] == "assistant"):
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
@@ -78,16 +80,28 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         raise unsupported(f"{where}.type", "use message, function_call, function_call_output or reasoning")
 
 
+def _function(item: Fields) -> dict[str, Any]:
+    """Return the name and the arguments of a call."""
+    name, arguments = item.string("name"), item.raw("arguments")
+    if name is None:
+        raise invalid(item.name("name"), "expected the name of a function")
+    if isinstance(arguments, str) or arguments is None:
+        arguments = arguments_in(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise invalid(item.name("arguments"), "expected a JSON object in a string")
+    return {"name": name, "arguments": arguments}
+
+
 def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
-        return content
+        return checked_text(content, where)
     texts = []
     for index, part in enumerate(content if isinstance(content, list) else [None]):
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
         if kind not in TEXT_PARTS or not isinstance(text, str):
             got = shown(kind) if isinstance(part, dict) else shown(content)
             raise invalid(f"{where}[{index}]", f"expected text, got {got}")
-        texts.append(text)
+        texts.append(checked_text(text, f"{where}[{index}].text"))
     return "".join(texts)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from serving import TOOL_CALLS, saying_llm, serving
 
@@ -144,6 +146,20 @@ def test_tokens_are_counted(client):
     counted = client.messages.count_tokens(model="demo", messages=ASK, system="be brief").input_tokens
     used = client.messages.create(model="demo", messages=ASK, system="be brief", max_tokens=1).usage
     assert counted == used.input_tokens + used.cache_read_input_tokens > 10
+
+
+@pytest.mark.parametrize(("fields", "where"), [
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "\ud800"}]}]},
+     "messages[0].content[0].content"),
+    ({"messages": ASK, "system": "\ud800"}, "system"),
+], ids=str)  # fmt: skip
+def test_half_a_character_is_named_where_it_stands(says, fields, where):
+    body = {"system": "be brief", "max_tokens": 1, **fields}
+    answer = says.client.post("/v1/messages", content=json.dumps(body), headers={"Content-Type": "application/json"})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and message.startswith(f"{where}: expected valid Unicode")
 
 
 @pytest.mark.parametrize(("fields", "error", "kind"), [

@@ -140,9 +140,17 @@ def test_tokens_of_thoughts_are_counted(client, said, count):
     ({"tools": [{"type": "function", "name": "f", "parameters": 5}]}, "tools[0].parameters"),
     ({"tools": [{"type": "function", "name": 5}]}, "tools[0]"), ({"truncation": "auto"}, "truncation"),
     ({"include": ["message.output_text.logprobs"]}, "include"), ({"include": "all"}, "include"),
+    ({"input": [{"type": "function_call", "name": 5}]}, "input[0].name"),
+    ({"input": [{"type": "function_call"}]}, "input[0].name"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "input[0].arguments"),
+    ({"input": "\ud800"}, "input"), ({"instructions": "\ud800"}, "instructions"),
+    ({"instructions": "x", "input": [{"role": "user", "content": "\ud800"}]}, "input[0].content"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "\ud800"}]}]}, "input[0].content[0].text"),
+    ({"input": [{"type": "function_call_output", "call_id": "c", "output": "\ud800"}]}, "input[0].output"),
 ], ids=str)  # fmt: skip
 def test_what_is_refused(says, fields, param):
-    answer = says.client.post("/v1/responses", json={"input": "x", **fields})
+    body, headers = json.dumps({"input": "x", **fields}), {"Content-Type": "application/json"}
+    answer = says.client.post("/v1/responses", content=body, headers=headers)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
