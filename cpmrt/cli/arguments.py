@@ -190,13 +190,16 @@ def add_model_argument(parser: Options) -> None:
 
 
 class _OneModel(argparse.Action):
-    """Stores the model, given as MODEL or --model; both together are an error unless they are equal."""
+    """Stores the model, given as MODEL or --model; both together are an error unless they are equal.
+
+    The parser raises it at the end: MODEL may be the value of an option that there is not, which is the better error.
+    """
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         if getattr(namespace, self.dest, None) not in (None, values):
-            parser.error(f"the model is given twice: {getattr(namespace, self.dest)} and {values}")
+            namespace.error = f"the model is given twice: {getattr(namespace, self.dest)} and {values}"
         setattr(namespace, self.dest, values)
 
 

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line. Raises UsageError: an unknown option is answered with the most similar known one, words
-        left over after a prompt with how to quote the prompt."""
+        left over after a prompt with how to quote the prompt. An action may leave its own message as `error`."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("--")]
@@ -38,6 +38,8 @@ class Parser(argparse.ArgumentParser):
             if not options and getattr(parsed, "prompt", None) is not None:
                 meant = f"; quote the prompt: {shlex.quote(' '.join([parsed.prompt, *unknown]))}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        if hasattr(parsed, "error"):
+            self.error(parsed.error)
         return parsed
 
     def _meant(self, option: str) -> str:

@@ -82,6 +82,8 @@ MISTAKES = [
     # The command line itself
     Mistake("a command of another program", ["run"], "invalid choice: 'run' (did you mean chat?)", 2),
     Mistake("two models", ["chat", "a", "-m", "b"], "the model is given twice: a and b", 2),
+    Mistake("misspelt option beside a model", ["chat", "-m", "M", "--temprature", "0.5"],
+            "--temprature (did you mean --temperature?)", 2),
     Mistake("unknown command", ["sing"], "invalid choice: 'sing'", 2),
     Mistake("misspelt command", ["genrate"], "(did you mean generate?)", 2),
     Mistake("misspelt option", [*GP, "--temprature", "0.5"], "(did you mean --temperature?)", 2),
