@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from cpmrt.config import SamplingParams
 from cpmrt.errors import RequestError, quoted, reason_of
 from cpmrt.generation import Completion
+from cpmrt.text.messages import check_unicode
 
 Message = dict[str, str]
 MAX_FILE_BYTES = 64 * 2**20
@@ -175,4 +176,5 @@ def _checked(message: Any, where: str) -> tuple[str, str]:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if not isinstance(role, str) or not isinstance(content, str):
         raise RequestError(where, expected="a role and a content, both strings", actual=quoted(message))
+    check_unicode(content, f"{where}.content")
     return role, content

@@ -129,11 +129,12 @@ def _checked_message(message: object, where: str) -> dict[str, object]:
         raise RequestError(f"{where}.content", expected="a string (or None beside tool_calls)", actual="None")
     elif not (content is None or isinstance(content, str)):
         raise RequestError(f"{where}.content", expected="a string or a list of text parts", actual=quoted(content))
-    _check_unicode(checked.get("content"), f"{where}.content")
+    check_unicode(checked.get("content"), f"{where}.content")
     return checked
 
 
-def _check_unicode(content: object, where: str) -> None:
+def check_unicode(content: object, where: str) -> None:
+    """Raise RequestError for a text that no tokenizer takes."""
     try:
         str(content).encode()
     except UnicodeEncodeError as error:

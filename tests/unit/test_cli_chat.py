@@ -218,6 +218,7 @@ def test_a_link_to_a_saved_conversation_stays_one(chat, tmp_path):
     ('{"messages": [{"role": "user"}]}', "messages[0]: expected a role and a content"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "ends with a question"),
     ('{"messages": [{"role": "assistant", "content": "a"}]}', "do not alternate"),
+    (r'[{"role": "user", "content": "\ud800"}]', "messages[0].content: expected valid Unicode"),
 ])  # fmt: skip
 def test_a_file_that_is_no_conversation_changes_nothing(chat, prompts, tmp_path, capsys, content, message):
     file = tmp_path / "file"
