@@ -8,6 +8,8 @@ from unit.test_prefix_cache import SIZE, PagedExecutor, ask, cached_tokens, page
 
 from cpmrt.engine import Engine
 from cpmrt.engine.prefix_cache import HeldPages, PrefixCache
+from cpmrt.errors import NonFiniteLogitsError
+from cpmrt.executor import Decode, SlotResult, Step
 
 
 def test_two_sequences_that_keep_the_same_state_use_one_snapshot() -> None:
@@ -83,3 +85,19 @@ def test_the_release_of_a_dropped_text_does_not_count_as_use_of_the_page() -> No
     before = list(cache.pool._cached)
     cache.release(second)
     assert list(cache.pool._cached) == before
+
+
+def test_an_answer_whose_step_failed_is_not_kept() -> None:
+    """Where logits were not finite, the pages of the answer may hold such values too."""
+
+    class Overflowing(PagedExecutor):
+        def _run(self, step: Step) -> list[SlotResult]:
+            results = super()._run(step)
+            return [SlotResult(non_finite=True)] if isinstance(step, Decode) and len(self.steps) > 20 else results
+
+    engine = Engine(Overflowing(paged_limits(prefill_chunk=16)), prefix_cache="fast")
+    seq = engine.add(ask(range(6), new=24))
+    with pytest.raises(NonFiniteLogitsError):
+        tokens_of(engine, seq)
+    assert len(seq.token_ids) > 2 * SIZE and engine.cache is not None
+    assert engine.cache.num_known(seq.all_token_ids) == SIZE, "the full page of the prompt"

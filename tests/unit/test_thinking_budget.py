@@ -15,7 +15,8 @@ from unit.test_prefix_cache import PagedExecutor, paged_limits
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import Sampling
 from cpmrt.engine import Engine, Request, ThinkingBudget
-from cpmrt.errors import RequestError
+from cpmrt.errors import NonFiniteLogitsError, RequestError
+from cpmrt.executor import SlotResult
 from cpmrt.text import ChatTemplate
 from cpmrt.text.thinking import closing_text, open_marker
 
@@ -81,6 +82,18 @@ def test_every_schedule_closes_the_thought_at_the_same_token(limits, wanted, dra
     while executor.queue:
         executor.run_one()
     assert not executor.running, "every slot is released"
+
+
+def test_an_error_behind_a_closed_thought_names_its_position_in_the_whole_text():
+    class Overflowing(PagedExecutor):
+        def _decode(self, running, mask, certain):
+            return SlotResult(non_finite=True) if len(running.tokens) == 12 else super()._decode(running, mask, certain)
+
+    engine = Engine(Overflowing(paged_limits(prefill_chunk=16)))
+    seq = engine.add(Request((8, 9), Sampling(), 5, (), 20, thinking=ThinkingBudget(3, lambda token_ids: CLOSING)))
+    with pytest.raises(NonFiniteLogitsError, match=r"position 12\b"):
+        list(engine.stream(seq))
+    assert len(seq.token_ids) == 10
 
 
 @pytest.mark.parametrize("num_snapshots", [0, 3])
