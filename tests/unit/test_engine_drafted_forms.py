@@ -215,7 +215,7 @@ def test_loans_do_not_wait_for_a_tree():
     while loan.slot < 0:
         engine.advance()
     begun = len(executor.steps)
-    for _ in range(2):
+    for _ in range(3):
         engine.advance()
         unfilled = [step for step, _ in executor.queue if isinstance(step, Speculate) and step.masks.bits is None]
         assert not unfilled

@@ -10,8 +10,10 @@ from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.repeats import RepeatedText
+from cpmrt.engine.sequence import Sequence
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
+from cpmrt.engine.transitions import cut
 from cpmrt.executor import Decode, ExecutorLimits, Release, Speculate, StepParts
 
 
@@ -46,6 +48,15 @@ def test_tokens_behind_a_stop_string_are_taken_back_from_the_counts():
     engine.stop(seq, 9)
     assert (len(seq.token_ids), seq.stats.accept_histogram) == (9, (0, 1, 0, 0, 0, 1))
     assert seq.stats.accept_rates == (1.0,) * 5, "a step that was cut says nothing about what it might have given"
+
+
+@pytest.mark.parametrize(("num_left", "histogram"), [(4, (0, 0, 1, 0, 0, 0)), (2, (0, 1, 0, 0, 0, 0))])
+def test_tokens_that_no_draft_gave_are_not_taken_back_from_its_count(num_left, histogram):
+    limits = drafting(TreeShape.chain(5))
+    seq = Sequence(request([1, 2], new=40), accepts=AcceptCounts(limits), token_ids=[3, 4, 5, 6, 7], num_forced=2)
+    seq.accepts.add(0, 3, is_last=True)
+    cut(seq, num_left)
+    assert (len(seq.token_ids), seq.stats.accept_histogram) == (num_left, histogram)
 
 
 @pytest.mark.parametrize(("kept", "histogram"), [

@@ -126,6 +126,18 @@ def test_the_tokens_that_close_a_thought_interrupt_a_loop():
         assert seq.finish_reason == "loop"
 
 
+@pytest.mark.parametrize("budget", [None, 12])
+def test_a_second_loop_is_counted_from_the_end_of_the_first(budget):
+    """The first loop, of twelve tokens, raises the penalty, also where a thinking budget is used up with it."""
+    with small_loops():
+        scripted.next_token = lambda tokens, seed: 9
+        engine = Engine(ScriptedExecutor(ExecutorLimits(1, 128, 16)))
+        thinking = ThinkingBudget(budget, lambda token_ids: ()) if budget else None
+        seq = engine.add(Request((1,), Sampling(), 7, (), 50, loop_repeats=3, loop_penalty=2.0, thinking=thinking))
+        assert [token for result in engine.stream(seq) for token in result.token_ids] == [9] * 24
+        assert seq.finish_reason == "loop"
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
