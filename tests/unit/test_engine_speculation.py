@@ -10,11 +10,11 @@ from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.engine.repeats import RepeatedText
-from cpmrt.engine.sequence import Sequence
+from cpmrt.engine.sequence import Phase, Sequence
 from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
-from cpmrt.engine.transitions import cut
-from cpmrt.executor import Decode, ExecutorLimits, Release, Speculate, StepParts
+from cpmrt.engine.transitions import apply, cut
+from cpmrt.executor import Decode, ExecutorLimits, Release, SlotResult, Speculate, StepParts
 
 
 def request(prompt, *, new):
@@ -48,6 +48,14 @@ def test_tokens_behind_a_stop_string_are_taken_back_from_the_counts():
     engine.stop(seq, 9)
     assert (len(seq.token_ids), seq.stats.accept_histogram) == (9, (0, 1, 0, 0, 0, 1))
     assert seq.stats.accept_rates == (1.0,) * 5, "a step that was cut says nothing about what it might have given"
+
+
+@pytest.mark.parametrize(("stops", "new", "reason"), [((6,), 9, "stop"), ((), 2, "length"), ((), 9, "cancelled")])
+def test_logits_behind_the_end_of_an_answer_may_be_anything(stops, new, reason):
+    seq = Sequence(Request((1, 2), Sampling(), 0, stops, new), phase=Phase.DECODE, slot=0, num_in_flight=1)
+    gained = apply(seq, Speculate((0,), 0), SlotResult((5, 6), non_finite=True))
+    assert gained.token_ids == (5, 6) and seq.finish_reason == reason
+    assert (seq.failure is None) == (reason != "cancelled")
 
 
 @pytest.mark.parametrize(("num_left", "histogram"), [(4, (0, 0, 1, 0, 0, 0)), (2, (0, 1, 0, 0, 0, 0))])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scripted_forms import Automaton
+import pytest
+from scripted_forms import END, Automaton
 
 from cpmrt.engine.guide import Guide
 from cpmrt.errors import MaskError
@@ -64,3 +65,17 @@ def test_a_tree_behind_another_has_the_room_that_this_leaves() -> None:
     assert first.of_nodes([9, 0], [-1, 0]).keys() == {0, 1}
     guide.take((0, 2), 4, is_drafted=True)
     assert second.of_nodes([9, 4, 6], [-1, 0, 1]).keys() == {0, 1}
+
+
+@pytest.mark.parametrize(("max_run", "room", "rest"), [(4, 20, (3, 3)), (4, 2, (3,)), (0, 20, ())])
+def test_certain_tokens_that_end_the_answer_come_at_once_unless_all_are_sampled(
+    max_run: int, room: int, rest: tuple[int, ...]
+) -> None:
+    class Ending(Automaton):
+        def _following(self, tokens: Sequence[int]) -> list[int]:
+            return [3] if len(tokens) < 3 else [END]
+
+    guide = Guide(Ending(0), max_run)
+    assert guide.next_mask().bits == bytes([1 << 3])
+    assert guide.take((3,), room) == rest
+    assert guide.is_complete == (len(rest) == 2)
