@@ -8,7 +8,7 @@ import pytest
 from scripted_forms import END, Automaton
 
 from cpmrt.engine.guide import Guide
-from cpmrt.errors import MaskError
+from cpmrt.errors import FormError, MaskError
 
 
 class Pairs(Automaton):
@@ -79,3 +79,27 @@ def test_certain_tokens_that_end_the_answer_come_at_once_unless_all_are_sampled(
     assert guide.next_mask().bits == bytes([1 << 3])
     assert guide.take((3,), room) == rest
     assert guide.is_complete == (len(rest) == 2)
+
+
+def test_certain_tokens_of_a_step_that_is_let_go_come_again_in_their_order() -> None:
+    class Rising(Automaton):
+        def _following(self, tokens: Sequence[int]) -> list[int]:
+            return [10 + len(tokens)] if len(tokens) < 5 else [3, 4]
+
+    guide = Guide(Rising(0), 2)
+    for _ in range(2):
+        assert guide.next_step(guide.num_certain(20, is_known=True))[1] == (10, 11)
+        guide.let_go()
+
+
+def test_a_node_behind_which_nothing_is_allowed_is_cut() -> None:
+    masks = Guide(Pairs(0, fails_at=1), 4).tree_masks(room=20)
+    assert masks.of_nodes([9, 0], [-1, 0]) == {0: bits_of(0, 1)}
+
+
+def test_the_failure_of_a_root_ends_the_answer_though_another_tree_follows() -> None:
+    guide = Guide(Pairs(0, fails_at=0), 4)
+    first, _ = guide.tree_masks(room=20), guide.tree_masks(room=20)
+    assert first.of_nodes([9], [-1]) == {0: None}
+    guide.take((7,), 20, is_drafted=True)
+    assert isinstance(guide.failure, FormError) and "nothing is allowed" in str(guide.failure)
