@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 from math import isfinite
 from typing import Any, NoReturn, TypeGuard, TypeVar
 
-from cpmrt.server.errors import ApiError, invalid, shutting_down
+from cpmrt.server.errors import ApiError, invalid, naming, shutting_down
+from cpmrt.text.messages import check_unicode
 from cpmrt.yielding_json import Decoders
 
 MAX_DEPTH = 64
@@ -204,11 +205,8 @@ def is_number(value: object) -> bool:
 
 def checked_text(text: str, where: str) -> str:
     """Return a text of a prompt. Raises ApiError 400 for one that no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = f"expected valid Unicode, got half of a surrogate pair (character {error.start})"
-        raise invalid(where, problem) from None
+    with naming({}):
+        check_unicode(text, where)
     return text
 
 
