@@ -12,6 +12,7 @@ from cpmrt.weights.formats import FORMATS
 from cpmrt.weights.formats.blocks import BLOCK_TYPES
 
 _PORTABLE_LINEAR = {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 1, "SMEM_BYTES": 98304}
+_ONE_ROUND = {"TOKEN_TILES": 1, "HALF_TILE": 0, "CLUSTER": 1, "SPLIT_WARPS": 8, "ONE_ROW": 1}
 _NO_NORM = {"NORM": 0}
 _WIDER_ROWS = {"ROW_PITCH": 1056}
 _FATRELU = {"FATRELU": 0x3C23D70A}  # 0.01 as the bits of a float
@@ -65,6 +66,9 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | {"HALF_TILE": 1},
         {"LINEAR": 3, "IN_FEATURES": 4096, "TOKEN_TILES": 8, "GROUP": 2, "SPLIT_WARPS": 1}
         | {"HALF_TILE": 0, "CLUSTER": 1, "NORM": 0, "SMEM_BYTES": 232448},
+        {"LINEAR": 2, "IN_FEATURES": 1024, "GROUP": 4, "NORM": 1, "SMEM_BYTES": 104832, "HELD_CHUNKS": 2} | _ONE_ROUND,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "GROUP": 1, "NORM": 0, "SMEM_BYTES": 117248, "HELD_CHUNKS": 2} | _ONE_ROUND,
+        {"LINEAR": 1, "IN_FEATURES": 1024, "GROUP": 2, "NORM": 0, "SMEM_BYTES": 68992, "HELD_CHUNKS": 0} | _ONE_ROUND,
     ),
     "screened_head/head_rows.cu": ({"IN_FEATURES": 4096, "OWNERS": 8}, {"IN_FEATURES": 320, "OWNERS": 16}),
     "screened_head/rescore.cu": (

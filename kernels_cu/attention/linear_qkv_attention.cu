@@ -6,7 +6,9 @@
 //                places of the rings of pages, at least 2. SMEM_BYTES: shared memory of the product, a multiple of 128; attention's memory
 //                follows it. HEAD_DIM: elements of a head. IN_FEATURES: K, a multiple of 512. PORTABLE: 0
 // grid           as in qkv_attention.cu
-// launched after as in qkv_attention.cu
+// launched after kernels of which `embed` is the last to release its successor only after its own wait: position and slot of the row, and
+//                pages older than it, are read before pdl_wait. The next kernel starts at once, so it and those after it may read early
+//                only what is older than `embed`, too
 // numerics       the bits of linear_qkv and decode_attention
 // oracle         NumpyOps.qkv, then NumpyOps.decode_attention
 // source         original; Flash-Decoding (Dao et al. 2023), RoPE arXiv 2104.09864
@@ -68,6 +70,7 @@ struct Product {
   using Place = unquantised::Place;
   using Weights = unquantised::Weights;
   static constexpr int kRuns = kWarps, kRowOffset = kSquareOffset + 128;
+  static constexpr bool kStartsNextEarly = true;
   const Place& at;
   const Weights& weights;
   uint4 norms[kOwnUnits][2];
@@ -139,6 +142,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
                                  scalar_t* x, const scalar_t* __restrict__ norm, const void* __restrict__ weight,
                                  const float* __restrict__ rope, const int* positions, const int* slots, const int* block_tables,
                                  int num_splits, int pages_per_sequence, int max_context, float eps, float scale) {
+  pdl_launch_dependents();
   extern __shared__ __align__(1024) unsigned char memory[];
   attend<unquantised::Product>(memory, out, partials, k_pages, v_pages, x, norm, weight, rope, positions, slots, block_tables,
                                num_splits, pages_per_sequence, max_context, eps, scale, nullptr, 0.0f, nullptr, 0.0f);

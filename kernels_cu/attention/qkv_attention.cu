@@ -117,6 +117,7 @@ struct Product {
   using Projection = quantised::Projection;
 #endif
   static constexpr int kRuns = kFilledRuns, kRowOffset = kPartialOffset;
+  static constexpr bool kStartsNextEarly = false;
   const Lane& at;
   WeightStream& weights;
   RowPieces pieces;

@@ -9,6 +9,7 @@
 //                          run of K; returns the factor that they need
 //   partial(run, round)    where these lie, 8 bytes for a row and its partner, once all warps have stored theirs
 //   kRuns                  number of runs of K
+//   kStartsNextEarly       whether the kernel has started the next one before it calls attend(), which else does so behind pdl_wait
 //   kRowOffset             where kRoomBytes of shared memory are left for the row; all else of the first SMEM_BYTES is the product's own
 //   Projection             with OUTPUT_ROUNDS, the product behind the attention, see qkv_attention.cu
 #pragma once
@@ -317,7 +318,7 @@ DEVICE void attend(unsigned char* memory, scalar_t* out, float* partials, scalar
   if (OUTPUT_ROUNDS > 0) cluster_wait();  // the peers' barriers exist
 
   pdl_wait();
-  pdl_launch_dependents();  // only now: so kernels after the next one may read early what was written before this kernel
+  if constexpr (!Product::kStartsNextEarly) pdl_launch_dependents();  // only now: so later kernels may read early what is older than this one
   if (is_padding) {
     if (OUTPUT_ROUNDS == 0) cluster_wait();
     product.wait();  // a block does not end while something is copied to it

@@ -7,6 +7,8 @@
 //   blocks that split K: 1, or 2 from sm_90 on. SPLIT_WARPS: warps that share a tile and split its K: 8, or 1. NORM: 1
 //   normalises rows of x, 0 takes them as they are. SMEM_BYTES: dynamic shared memory of the launch.
 //   ONE_ROW: T is 1, TOKEN_TILES 1 and SPLIT_WARPS 8, and the row takes an eighth of the room of a tile of tokens; without it T is any.
+//   HELD_CHUNKS: with ONE_ROW only: a block has one group of tiles, all of whose weights are asked for before x. So many chunks of each warp,
+//   the last ones, come to registers, the others to its ring. Without it weights are streamed through the ring.
 //   ROWS_FIRST: x is asked for before the weights, so that it does not wait for them: for devices where a kernel begins only when
 //   the one before it has ended. FATRELU: of gate_up only, the activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements
 //   between rows of x, whose first K columns are taken; without it K. Rows with a pitch come from the product before this one, which
@@ -23,7 +25,7 @@
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(TOKEN_TILES) || \
     !defined(HALF_TILE) || !defined(GROUP) || !defined(CLUSTER) || !defined(SPLIT_WARPS) || !defined(NORM) || \
     !defined(SMEM_BYTES) || (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH)) || \
-    (TOKEN_TILES != 1 && defined(ONE_ROW)) || (CLUSTER != 1 && defined(ROWS_FIRST))
+    (TOKEN_TILES != 1 && defined(ONE_ROW)) || (!defined(ONE_ROW) && defined(HELD_CHUNKS)) || (CLUSTER != 1 && defined(ROWS_FIRST))
 #error "a constant is not defined, or not for this product"
 #endif
 #include "activations.cuh"
@@ -79,6 +81,29 @@ DEVICE void accumulate(float (&acc)[GROUP][NT][4], Stream& weights, X& x, int fi
       }
     }
     if (!kResident) turn = turn + 1 == kTurns ? 0 : turn + 1;
+  }
+}
+
+// Adds the products of the warp's only group of tiles, whose weights were all asked for before x: in the order of `accumulate`. A chunk is
+// read beside the products of the one before it, which wait for each other.
+template <class Stream, class X>
+DEVICE void accumulate_round(float (&acc)[GROUP][NT][4], const Stream& weights, const X& x) {
+  constexpr int kChunks = GROUP * kOwnUnits;
+  Chunk chunks[2];
+  uint4 b[2][2][NT];
+  cp_async_wait_all();
+#pragma unroll
+  for (int next = 0; next <= kChunks; next++) {
+    if (next < kChunks && next / GROUP < x.at.own_units) {
+      chunks[next % 2] = weights.chunk(next);
+      if (next % GROUP == 0)
+#pragma unroll
+        for (int j = 0; j < 2; j++) b[next / GROUP % 2][j][0] = x.load(next / GROUP, 0, j);
+    }
+    const int i = next - 1, u = i / GROUP;
+    if (i < 0 || u >= x.at.own_units) continue;
+#pragma unroll
+    for (int j = 0; j < 2; j++) multiply(acc[i % GROUP], chunks[i % 2].lo[j], chunks[i % 2].hi[j], b[u % 2][j]);
   }
 }
 
@@ -227,7 +252,8 @@ DEVICE void linear_product(const Tiles& tiles, Epilogue& epilogue, const scalar_
       finish_rows(acc, at, epilogue, group, tiles.num_tiles, T);
       continue;
     }
-    accumulate(acc, weights, activations, 0, at.units, turn);
+    if constexpr (kOneRound) accumulate_round(acc, weights, activations);
+    else accumulate(acc, weights, activations, 0, at.units, turn);
     if (group == first_group) epilogue.settle();  // a barrier comes before the stores
     finish_split(acc, at, epilogue, group, tiles.num_tiles, T, last);
   }

@@ -27,6 +27,13 @@ constexpr bool kOneRow = true;
 #else
 constexpr bool kOneRow = false;
 #endif
+#ifdef HELD_CHUNKS
+constexpr bool kOneRound = true;                              // all weights of the block are asked for before x
+constexpr int kHeld = HELD_CHUNKS;                            // of these, the chunks of a warp that come to registers
+#else
+constexpr bool kOneRound = false;
+constexpr int kHeld = 0;
+#endif
 #ifdef ROWS_FIRST
 constexpr bool kRowsFirst = true;
 #else
@@ -86,6 +93,7 @@ static_assert(NT == 1 || NT == 2 || NT == 4 || NT == 8, "NT must be 1, 2, 4 or 8
 static_assert(SPLIT_WARPS == kWarps || (SPLIT_WARPS == 1 && LINEAR >= 2 && CLUSTER == 1 && kUnits % kWarps == 0),
               "SPLIT_WARPS must be 8, or 1 for gate_up and head, CLUSTER 1 and K a multiple of 512");
 static_assert(!kOneRow || (NT == 1 && SPLIT_WARPS == kWarps && kResident), "one row lies whole in shared memory, and all warps share its tiles");
+static_assert(!kOneRound || (kOneRow && kSlots + kHeld >= GROUP * kOwnUnits), "each chunk of one round has a place of its own");
 static_assert(CLUSTER == 1 || CLUSTER == 2, "CLUSTER must be 1 or 2");
 static_assert(kSlots >= 1 && kPending >= 0 && (kUnitSplit == 1 || kSlots >= GROUP), "SMEM_BYTES is too small for GROUP and NT");
 
@@ -151,6 +159,11 @@ struct Lane {
   DEVICE int tile(int group) const { return group * kBlockTiles + (SPLIT_WARPS == 1 ? warp * GROUP : 0); }
 };
 
+// A lane's part of a chunk of weights as the tensor cores take it: of rows lo + g and hi + g, 16 bytes of each half of the unit.
+struct Chunk {
+  uint4 lo[2], hi[2];
+};
+
 // The warp's stream of weight chunks (a tile x a unit) through its ring. The order: the groups of GROUP tiles in turn, in a group the warp's
 // units, in a unit the tiles of the group.
 template <class Tiles>
@@ -161,15 +174,32 @@ struct WeightStream {
   uint32_t ring;
   int group, unit = 0, tile = 0;   // the next chunk to copy
   int slot = 0;                    // the next chunk to read, and where the next copy goes
+  Chunk held[kHeld > 0 ? kHeld : 1];   // of one round, the chunks that have no place in the ring
 
-  // Starts the copies that fill the ring, each in a commit group.
+  // Starts the copies that fill the ring, each in a commit group. With held chunks the blocks of several products lie side by side, and all
+  // ask for weights ahead. Then a warp asks for a chunk when the one before it is there: what a product waits for, its row above all, would
+  // wait behind all that is asked for at once.
   DEVICE WeightStream(const Lane& lane, const Tiles& t, const scalar_t* weight)
       : at(lane), tiles(t), column(weight + lane.first_unit * 64 + lane.quarter * 8), ring(lane.shared + lane.warp * kSlots * kChunkBytes),
         group(lane.units > 0 ? blockIdx.x / CLUSTER : kNoGroup) {
     for (int i = 0; i < kSlots; i++) {
+      if (kHeld > 0 && i > 0) cp_async_wait<0>();
       copy_next();
       cp_async_commit();
     }
+    if (kHeld > 0) cp_async_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) hold(held[i], (kSlots + i) / GROUP, (kSlots + i) % GROUP);
+  }
+
+  // Loads a chunk of the block's first group to registers.
+  DEVICE void hold(Chunk& chunk, int of_unit, int of_tile) const {
+    const int index = at.tile(blockIdx.x / CLUSTER) + of_tile;
+    if (of_unit >= at.units || index >= tiles.num_tiles) return;
+    const scalar_t* const lo = column + static_cast<size_t>(tiles.lo(index, at.token)) * K + of_unit * 64;
+    const scalar_t* const hi = column + static_cast<size_t>(tiles.hi(index, at.token)) * K + of_unit * 64;
+#pragma unroll
+    for (int j = 0; j < 2; j++) chunk.lo[j] = load16_lines_now(lo + j * 32), chunk.hi[j] = load16_lines_now(hi + j * 32);
   }
 
   // Starts the copy of the next chunk into the slot that was read last. The caller commits.
@@ -194,5 +224,11 @@ struct WeightStream {
   // Returns the lane's 16 bytes of row lo + g (half 0) or hi + g (half 1), k = 32 j + 8 t .. + 7, of the chunk in slot `place`.
   DEVICE uint4 read(int place, int half, int j) const {
     return load_shared(ring + place * kChunkBytes + half * 1024 + j * 512 + at.lane * 16);
+  }
+
+  // Returns chunk `i` of one round.
+  DEVICE Chunk chunk(int i) const {
+    if (i >= kSlots) return held[i - kSlots];
+    return {{read(i, 0, 0), read(i, 0, 1)}, {read(i, 1, 0), read(i, 1, 1)}};
   }
 };

@@ -28,10 +28,11 @@ from slow_writer import SlowWriter
 
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import BLOCK_THREADS, ROW_BUCKETS, plan_linear, row_bucket
+from cpmrt.cuda.ops.linear import BLOCK_THREADS, ROW_BUCKETS, LinearPlan, plan_linear, row_bucket
 from cpmrt.dtypes import DType, round_to, to_float32
 from cpmrt.ops import OPS
 from cpmrt.reference.ops import linear, rms_norm
+from cpmrt.tensor_spec import Product
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 ROWS = [1, 2, 5, 8, 9, 12, 13, 16, 31, 32, 33, 64]
@@ -235,15 +236,32 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, device: Devic
         assert device.capability >= 90 or plan.constants.cluster == 1
 
 
-def test_blocks_of_one_row_find_room_beside_those_of_the_product_before() -> None:
-    """With one row of the 0.5B, a block of gate_up fits on a multiprocessor beside one of o, and so do two blocks of
-    gate_up, for when attention still holds other multiprocessors."""
-    taken = {
-        name: plan_linear(SHAPES[name][0], SHAPES[name][1:3], 1, H200).constants.smem_bytes
-        for name in ("0.5B o", "0.5B gate_up")
-    }
-    assert sum(taken.values()) <= H200.shared_bytes_per_block
-    assert taken["0.5B gate_up"] < H200.lone_block_bytes
+def plan_of_row(name: str, device: Device) -> LinearPlan:
+    return plan_linear(SHAPES[name][0], SHAPES[name][1:3], 1, device)
+
+
+def test_blocks_of_a_small_models_row_ask_for_weights_side_by_side() -> None:
+    """With one row of the 0.5B, a block of gate_up has room on a multiprocessor beside one of o or down, though both
+    hold only three quarters of their weights in shared memory. Two blocks of gate_up have room, too, for when attention
+    holds other multiprocessors, two of down have not, and o leaves most multiprocessors to them."""
+    o, gate_up, down = (plan_of_row(f"0.5B {name}", H200) for name in ("o", "gate_up", "down"))
+    taken = [plan.constants.smem_bytes for plan in (o, gate_up, down)]
+    assert taken[1] + max(taken[0], taken[2]) <= H200.shared_bytes_per_block
+    assert taken[1] < H200.lone_block_bytes == taken[2]
+    assert [plan.constants.held_chunks for plan in (o, gate_up, down)] == [0, 2, 2]
+    assert [plan.grid for plan in (o, gate_up, down)] == [32, 128, 64]
+
+
+@pytest.mark.parametrize(
+    "shape", [("gate_up", (9216, 1536)), ("residual", (1536, 4608)), ("residual", (1536, 1536))], ids=str
+)
+def test_no_registers_hold_weights_where_those_of_an_mlp_have_no_room(shape: tuple[Product, tuple[int, int]]) -> None:
+    assert not plan_linear(*shape, 1, H200).constants.held_chunks
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("0.5B")])
+def test_weights_are_streamed_where_no_kernel_starts_early(name: str) -> None:
+    assert all(plan_of_row(name, device).constants.held_chunks is None for device in (ORIN, RTX_4090))
 
 
 @dataclass(frozen=True)

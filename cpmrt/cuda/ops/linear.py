@@ -48,9 +48,14 @@ _SMALL_MAX_GROUP = {1: 4, 2: 4, 4: 3, 8: 1}
 # Two blocks that share a tile exchange their sums, which costs about a microsecond: so they share one only if the
 # busiest multiprocessor then reads less than this part of what it would read otherwise.
 _CLUSTER_GAIN = 0.9
-# When gate_up of one row starts, attention still holds some multiprocessors. Two gate_up blocks may then share another
-# one, if they fit there with this part of the weights that each streams.
-_SHARING_STREAM = 0.75
+# The most chunks of weights that a warp of one row keeps in registers, 16 of each lane.
+_MOST_HELD = 2
+# Multiprocessors that the attention of a small model's row has to itself, while blocks of gate_up and down ask for
+# weights on the others.
+_ATTENDING = 16
+# Two tiles of an output projection share a block if their weights take no more than this part of a multiprocessor's
+# shared memory.
+_JOINED_SHARE = 1 / 3
 # From so many tiles of tokens on, and so many weight tiles a multiprocessor, it pays to read x once for eight times as
 # many weight tiles, at the price of a second set of sums.
 _ROW_SPLIT_TOKEN_TILES = 8
@@ -75,6 +80,7 @@ class LinearConstants:
     row_pitch: int | None = None
     one_row: bool | None = None
     rows_first: bool | None = None
+    held_chunks: int | None = None
 
 
 LINEAR = {
@@ -205,6 +211,8 @@ def plan_linear(
     max_group = (_MAX_GROUP if is_large else _SMALL_MAX_GROUP)[tiles]
     # Rows that the busiest block reads: of the weight, and of x once a round.
     group = min(range(max_group, 0, -1), key=lambda group: rounds(group) * (16 * group * row_warps + 8 * tiles))
+    if num_rows == 1 and product == "residual" and _joins_tiles(weight_tiles, in_features, device):
+        group = 2
     norm, row_bytes = has_norm and product != "residual", _own_units(in_features, cluster) * _WARPS * _ROW_UNIT_BYTES
     one_row = num_rows == 1 and 2 * row_bytes <= device.shared_bytes_per_block * _MOST_ROW_SHARE
     constants = LinearConstants(
@@ -212,31 +220,67 @@ def plan_linear(
         cluster=cluster, split_warps=_WARPS // row_warps, norm=norm, smem_bytes=0, head_dim=head_dim or None,
         one_row=one_row or None, rows_first=device.capability < STARTS_EARLY or None,
     )  # fmt: skip
-    smem_bytes = _shared_bytes(constants, rounds(group), device)
     grid = cluster * min(ceil(weight_tiles / (group * row_warps)), num_clusters)
-    return LinearPlan(replace(constants, smem_bytes=smem_bytes), grid)
+    if one_row and rounds(group) == 1 and device.capability >= STARTS_EARLY:
+        memory = _memory_of_round(constants, grid, _has_room_for_mlp(product, shape, device), device)
+    else:
+        memory = min(device.shared_bytes_per_block, _whole_bytes(constants, rounds(group))), None
+    smem_bytes, held_chunks = memory
+    return LinearPlan(replace(constants, smem_bytes=smem_bytes, held_chunks=held_chunks), grid)
 
 
 def _own_units(in_features: int, cluster: int) -> int:
     return ceil(ceil(in_features / _UNIT_COLUMNS) / (_WARPS * cluster))
 
 
-def _shared_bytes(constants: LinearConstants, rounds: int, device: Device) -> int:
-    """Return the bytes of shared memory of a block that takes its tiles in `rounds` rounds."""
-    own, tiles = constants, constants.token_tiles
-    units = _WARPS * _own_units(own.in_features, own.cluster)
+def _joins_tiles(weight_tiles: int, in_features: int, device: Device) -> bool:
+    """Whether a block of one row takes two tiles of a "residual" product instead of one.
+
+    So do those of a small model's output projection: blocks of gate_up and down then find more multiprocessors with
+    room for both.
+    """
+    is_few = device.num_sms // 4 < weight_tiles <= device.num_sms // 2
+    two_tiles = 2 * 16 * 2 * in_features
+    return is_few and device.capability >= STARTS_EARLY and two_tiles <= device.shared_bytes_per_block * _JOINED_SHARE
+
+
+def _has_room_for_mlp(product: Product, shape: tuple[int, ...], device: Device) -> bool:
+    """Whether the device's shared memory has room for the three matrices of the mlp of which the product is a part."""
+    matrices = 1.5 if product == "gate_up" else 3
+    return 2 * shape[0] * shape[1] * matrices <= device.num_sms * device.shared_bytes_per_block
+
+
+def _memory_of_round(
+    constants: LinearConstants, grid: int, has_room_for_mlp: bool, device: Device
+) -> tuple[int, int | None]:
+    """Return the bytes of shared memory of a block of one row with one round, and its `held_chunks`.
+
+    Of a small model gate_up, down and the attention of the next layer all ask for weights ahead. A block of gate_up has
+    room beside one of down if either takes less than half of a multiprocessor, with what registers can hold. Blocks
+    that are fewer than the multiprocessors without attention each get another one.
+    """
+    fixed, stage, whole = _fixed_bytes(constants), _WARPS * _CHUNK_BYTES, _whole_bytes(constants, 1)
+    chunks = constants.group * _own_units(constants.in_features, constants.cluster)
+    slots = (device.lone_block_bytes - 1 - fixed) // stage
+    if has_room_for_mlp and 0 < chunks - slots <= _MOST_HELD:
+        is_alone = grid <= device.num_sms - _ATTENDING
+        return device.lone_block_bytes if is_alone else fixed + slots * stage, chunks - slots
+    # A block whose weights all fit asks for no more, so that the next kernels' blocks fit beside it and prefetch.
+    return (whole, 0) if whole <= device.shared_bytes_per_block else (device.shared_bytes_per_block, None)
+
+
+def _fixed_bytes(own: LinearConstants) -> int:
+    """Return the bytes of shared memory of a block beside its weights."""
+    tiles, units = own.token_tiles, _WARPS * _own_units(own.in_features, own.cluster)
     activations = units * (_ROW_UNIT_BYTES if own.one_row else tiles * 1024 - own.half_tile * 512)
     sums = _WARPS * own.group * (64 * own.cluster if own.one_row else 512 + 256 * tiles)
-    small = own.norm * units * _ROW_UNIT_BYTES + _WARPS * own.cluster * tiles * 32 + tiles * 128
-    fixed, row_warps = activations + sums + small, _WARPS // own.split_warps
-    # A block whose weights all fit asks for no more, so that the next kernels' blocks fit beside it and prefetch.
-    whole = fixed + rounds * own.group * row_warps * units * _CHUNK_BYTES
-    if own.one_row and own.linear == PRODUCTS["gate_up"]:
-        stage = _WARPS * _CHUNK_BYTES
-        shared = fixed + int((whole - fixed) * _SHARING_STREAM) // stage * stage
-        if shared < device.lone_block_bytes <= whole:
-            return shared
-    return min(device.shared_bytes_per_block, whole)
+    return activations + sums + own.norm * units * _ROW_UNIT_BYTES + _WARPS * own.cluster * tiles * 32 + tiles * 128
+
+
+def _whole_bytes(own: LinearConstants, rounds: int) -> int:
+    """Return the bytes of shared memory of a block that has room for all weights of its `rounds` rounds."""
+    units, row_warps = _WARPS * _own_units(own.in_features, own.cluster), _WARPS // own.split_warps
+    return _fixed_bytes(own) + rounds * own.group * row_warps * units * _CHUNK_BYTES
 
 
 def _cluster(weight_tiles: int, device: Device) -> int:
