@@ -26,9 +26,9 @@ from cpmrt.cuda.load.repack import Destination
 from cpmrt.cuda.load.tables import fill, fill_tables
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.lightning import SlotStates
 from cpmrt.cuda.ops.linear import ROW_BUCKETS
 from cpmrt.cuda.ops.screened_head import can_screen
+from cpmrt.cuda.ops.slot_states import SlotStates
 from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules

@@ -11,7 +11,19 @@ from cpmrt.cuda.draft import block as block_kernels
 from cpmrt.cuda.draft import inner as chain_kernels
 from cpmrt.cuda.draft import kernels as draft_kernels
 from cpmrt.cuda.load import random, repack, upload
-from cpmrt.cuda.ops import experts, gemm, kv, latent, lightning, linear, products, rows, screened_head, selection
+from cpmrt.cuda.ops import (
+    experts,
+    gemm,
+    kv,
+    latent,
+    lightning,
+    linear,
+    products,
+    rows,
+    screened_head,
+    selection,
+    slot_states,
+)
 from cpmrt.cuda.ops.attention import decode, prefill, qkv, selected, tree
 from cpmrt.cuda.ops.linear_packed import ffn_row, long_chunk, row_layers, short_chunk
 from cpmrt.cuda.ops.linear_packed import products as packed_products
@@ -19,8 +31,8 @@ from cpmrt.cuda.step import kernels as step_kernels
 
 _MODULES = (
     *(random, repack, upload, bandwidth, rows, linear, products, packed_products, short_chunk, long_chunk),
-    *(row_layers, ffn_row, gemm, kv, selection, experts, latent, lightning, decode, qkv, tree, selected, prefill),
-    *(step_kernels, draft_kernels, block_kernels, chain_kernels, screened_head),
+    *(row_layers, ffn_row, gemm, kv, selection, experts, latent, lightning, slot_states, decode, qkv, tree, selected),
+    *(prefill, step_kernels, draft_kernels, block_kernels, chain_kernels, screened_head),
 )
 
 

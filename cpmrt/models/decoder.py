@@ -15,8 +15,8 @@ from cpmrt.config import ModelConfig
 from cpmrt.config.layers import LayerConfig
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.layers import EMBED, HEAD, Names, Pass, StepBuffers, Table, Weights
-from cpmrt.models.mixers import MIXERS
-from cpmrt.models.mlps import MLPS
+from cpmrt.models.mixers import mixer_of
+from cpmrt.models.mlps import mlp_of
 from cpmrt.ops import Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
@@ -38,8 +38,8 @@ def tensor_specs(config: ModelConfig) -> tuple[TensorSpec, ...]:
 
 def layer_tensors(layer: LayerConfig, config: ModelConfig, names: Names) -> Iterator[TensorSpec]:
     """Yield the weights of one layer."""
-    yield from MIXERS[type(layer.mixer)].tensors(layer, config, names)
-    yield from MLPS[type(layer.mlp)].tensors(layer.mlp, config, names)
+    yield from mixer_of(layer.mixer).tensors(layer, config, names)
+    yield from mlp_of(layer.mlp).tensors(layer.mlp, config, names)
 
 
 def cache_layout(
@@ -51,7 +51,7 @@ def cache_layout(
     chain_rows: int = 0,
 ) -> CacheLayout:
     """Return the caches of all layers; `kv_dtype` as in `EngineConfig`, `chain_rows` as in `CacheLayout`."""
-    layers = (MIXERS[type(layer.mixer)].caches(layer.mixer, kv_dtype) for layer in config.layers)
+    layers = (mixer_of(layer.mixer).caches(layer.mixer, kv_dtype) for layer in config.layers)
     return CacheLayout(tuple(layers), max_context, max_sequences, prefix, chain_rows)
 
 
@@ -60,8 +60,8 @@ def layer_buffers(config: ModelConfig, max_rows: int) -> tuple[BufferSpec, ...]:
     found = {"x": BufferSpec("x", (max_rows, config.hidden_size), EMBED, HEAD)}
     for layer in config.layers:
         for spec in (
-            *MIXERS[type(layer.mixer)].buffers(layer.mixer, max_rows),
-            *MLPS[type(layer.mlp)].buffers(layer.mlp, max_rows),
+            *mixer_of(layer.mixer).buffers(layer.mixer, max_rows),
+            *mlp_of(layer.mlp).buffers(layer.mlp, max_rows),
         ):
             known = found.setdefault(spec.name, spec)
             if spec.num_elements > known.num_elements:
@@ -79,7 +79,7 @@ def tables(config: ModelConfig, max_context: int, limit: int) -> tuple[Table, ..
     """Return the tables, which are computed once. Layers share one by its name; `limit`: the context asked for."""
     found: dict[str, Table] = {}
     for layer in config.layers:
-        for table in MIXERS[type(layer.mixer)].tables(layer.mixer, config, max_context, limit):
+        for table in mixer_of(layer.mixer).tables(layer.mixer, config, max_context, limit):
             found.setdefault(table.spec.name, table)
     return tuple(found.values())
 
@@ -112,9 +112,9 @@ class BoundLayers:
         layers = []
         for number, layer in enumerate(config.layers):
             weights = Weights(arrays, f"{caches.prefix}layers.{number}.")
-            mixer = MIXERS[type(layer.mixer)].bind(layer, weights, caches.of_layer(number, arrays))
+            mixer = mixer_of(layer.mixer).bind(layer, weights, caches.of_layer(number, arrays))
             ahead = Weights(arrays, f"{caches.prefix}layers.{number + 1}.")["qkv"]
-            layers.append(BoundLayer(layer, mixer, MLPS[type(layer.mlp)].bind(layer.mlp, weights), ahead))
+            layers.append(BoundLayer(layer, mixer, mlp_of(layer.mlp).bind(layer.mlp, weights), ahead))
         row_names = frozenset(spec.name for spec in layer_buffers(config, 1)) | set(joined)
         return cls(config, tuple(layers), row_names, caches.prefix)
 
@@ -145,8 +145,8 @@ class BoundLayers:
             for place, tap in enumerate(taps):
                 if hidden is not None and tap == number:
                     ops.copy_columns(hidden, x, place * self.config.hidden_size)
-            MIXERS[type(layer.config.mixer)].run(step, layer.config, layer.mixer)
-            MLPS[type(layer.config.mlp)].run(replace(step, ahead=layer.ahead), layer.mlp)
+            mixer_of(layer.config.mixer).run(step, layer.config, layer.mixer)
+            mlp_of(layer.config.mlp).run(replace(step, ahead=layer.ahead), layer.mlp)
 
 
 @dataclass(frozen=True)

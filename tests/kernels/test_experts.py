@@ -14,6 +14,7 @@ from linear_cases import H200, ORIN, RTX_4090
 
 from cpmrt.bench.shapes import gptq_config, shape_config
 from cpmrt.config import EngineConfig, ModelConfig
+from cpmrt.config.layers import ExpertsMlp
 from cpmrt.config.quantization import read_quantization
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.expert_plan import down_constants, most_tiles, product_constants
@@ -189,9 +190,11 @@ def test_four_bit_experts_in_another_order_of_columns_are_refused_with_the_way_o
         settings = {"quantization_config": gptq_config() | {"desc_act": act_order}}
         ordered = replace(config, quantization=read_quantization(settings, "config.json", None))
         specs = weight_specs(ordered, EngineConfig())
+        assert isinstance(ordered.mlp, ExpertsMlp)
+        given = (specs, ordered.mlp, ordered.hidden_size, 512)
         if not act_order:
-            names = {buffer.name for buffer in expert_workspace(specs, ordered, 512)}
+            names = {buffer.name for buffer in expert_workspace(*given)}
             assert names == {"expert_starts", "expert_order", "expert_outputs"}
             continue
         with pytest.raises(UnsupportedModelError, match="experts_gate_up: .*act-order; use a checkpoint with desc_act"):
-            list(expert_workspace(specs, ordered, 512))
+            list(expert_workspace(*given))

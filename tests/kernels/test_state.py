@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpmrt.cuda.ops.lightning import SlotStates
+from cpmrt.cuda.ops.slot_states import SlotStates
 from cpmrt.dtypes import DType
 
 pytestmark = pytest.mark.gpu

@@ -15,6 +15,36 @@ seconds = time.process_time() - begun
 print(json.dumps({{"seconds": seconds, "modules": sorted(sys.modules)}}))
 """
 
+# What a start on a GPU does with a dense model, without a GPU: a stand-in takes CuPy's place and launches are recorded.
+START = """
+import sys, types
+sys.modules["cupy"] = types.ModuleType("cupy")
+import numpy as np
+from cpmrt import LLM
+import cpmrt.loaded_model, cpmrt.cuda.assembly, cpmrt.cuda.executor, cpmrt.cuda.load.upload
+from cpmrt.config import EngineConfig
+from cpmrt.cuda.build.launcher import Launcher
+from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.gemm import Gemm
+from cpmrt.cuda.step.forward import StepForward
+from cpmrt.opening import open_blueprint
+from cpmrt.weights.draft_folder import with_speculation
+from cpmrt.weights.model_folder import ModelFolder
+
+folder = ModelFolder.open(None)
+settings = with_speculation(EngineConfig(), folder)
+device = Device(0, "", "sm_90", 90, 132, 232448, 0, False, (0, 0))
+with open_blueprint(folder, settings, cpmrt.cuda.assembly.CudaTarget(device)) as blueprint:
+    plan = blueprint.plan(512)
+arrays = {region.name: np.broadcast_to(np.uint16(0), region.shape) for region in plan.regions}
+launcher = Launcher(None, Modules(device.arch, blueprint.dtype), use_pdl=False)
+gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
+with launcher.recording() as recorded:
+    StepForward(blueprint.config, device, launcher, gemm, arrays, plan.caches).every_shape((64, 512), (1,))
+assert any(file == "linear/linear.cu" for file, _ in recorded)
+"""
+
 
 def import_once(statement: str = "import cpmrt") -> tuple[float, list[str]]:
     """Return the CPU seconds of an import in a fresh interpreter, and every module loaded afterwards."""
@@ -46,3 +76,11 @@ def test_a_model_of_other_files_starts_without_what_reads_gguf() -> None:
     readers = ("architectures", "config", "file", "folder", "header", "tensors", "vocabulary")
     assert "cpmrt.weights.safetensors" in modules
     assert [name for name in readers if f"cpmrt.weights.gguf.{name}" in modules] == []
+
+
+def test_a_model_of_one_kind_of_layer_starts_without_the_other_kinds() -> None:
+    _, modules = import_once(START)
+    others = ("cuda.ops.latent", "cuda.ops.lightning", "cuda.ops.experts", "cuda.ops.expert_plan")
+    kinds = ("models.mixers.latent", "models.mixers.lightning", "models.mlps.experts")
+    assert {"cpmrt.models.mixers.grouped", "cpmrt.models.mlps.gated", "cpmrt.cuda.ops.linear"} <= set(modules)
+    assert [name for name in (*others, *kinds) if f"cpmrt.{name}" in modules] == []

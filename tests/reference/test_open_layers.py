@@ -39,8 +39,8 @@ TEXTS = [tuple(RANDOM.integers(3, 96, count).tolist()) for count in (150, 70, 9)
 
 @pytest.fixture(autouse=True)
 def toys(monkeypatch):
-    monkeypatch.setitem(MIXERS, toy_mixer.Decaying, toy_mixer)
-    monkeypatch.setitem(MLPS, toy_mlp.SingleMatrix, toy_mlp)
+    monkeypatch.setitem(MIXERS, toy_mixer.Decaying, lambda: toy_mixer)
+    monkeypatch.setitem(MLPS, toy_mlp.SingleMatrix, lambda: toy_mlp)
 
 
 @pytest.fixture(params=[TOYS, MIXED], ids=["toys alone", "beside attention"])

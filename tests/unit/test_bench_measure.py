@@ -198,7 +198,7 @@ def test_operations_of_a_prompt():
 
 
 def test_the_operations_of_an_unknown_mixer_are_not_guessed(monkeypatch):
-    monkeypatch.setitem(MIXERS, toy_mixer.Decaying, toy_mixer)
+    monkeypatch.setitem(MIXERS, toy_mixer.Decaying, lambda: toy_mixer)
     model = ModelConfig.from_hf(CONFIG)
     toys = replace(model, layers=(replace(model.layers[0], mixer=toy_mixer.Decaying(model.hidden_size)),))
     with pytest.raises(UnsupportedModelError, match=r"work of a prompt: .* got Decaying; add .*bench/work\.py"):

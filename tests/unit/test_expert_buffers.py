@@ -16,7 +16,7 @@ from cpmrt.cuda import precompile
 from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops import products
+from cpmrt.cuda.ops import experts
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.memory.plan import MemoryPlan
 from cpmrt.opening import Blueprint
@@ -131,8 +131,8 @@ def test_every_plan_has_the_buffers_of_experts(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_plan_without_a_buffer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of launches fails when a plan has room for the pairs of 64 rows only and chunks are larger."""
-    whole = products.expert_workspace
-    monkeypatch.setattr(products, "expert_workspace", lambda specs, config, _: whole(specs, config, 64))
+    whole = experts.expert_workspace
+    monkeypatch.setattr(experts, "expert_workspace", lambda specs, mlp, hidden, _: whole(specs, mlp, hidden, 64))
     config = ModelConfig.from_hf(SHAPE)
     launches(monkeypatch, "sm_90", config, prefill_chunk=64)
     with pytest.raises(AssertionError):

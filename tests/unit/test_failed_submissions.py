@@ -11,7 +11,7 @@ from unit.test_beside_steps import executor, module
 from unit.test_rings import HostMemory
 
 from cpmrt.cuda.driver import host_memory
-from cpmrt.cuda.ops.lightning import COPY_STATE, SlotStates
+from cpmrt.cuda.ops.slot_states import COPY_STATE, SlotStates
 from cpmrt.cuda.step import masks as under_test
 from cpmrt.cuda.step.masks import MaskedGraphs, MaskedTree, MaskRing, TreeRing
 from cpmrt.cuda.step.structs import RING_ENTRIES

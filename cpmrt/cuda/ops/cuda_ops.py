@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cpmrt.config import ModelConfig
 from cpmrt.config.layers import LatentAttention
@@ -13,13 +13,16 @@ from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
-from cpmrt.cuda.ops.experts import ExpertOps
 from cpmrt.cuda.ops.gemm import Gemm
-from cpmrt.cuda.ops.latent import LatentOps, LatentPlan
-from cpmrt.cuda.ops.lightning import LightningOps
 from cpmrt.cuda.ops.products import Products
 from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
+
+# The ops of kinds of layers that most models do not have are imported for a model that has them.
+if TYPE_CHECKING:
+    from cpmrt.cuda.ops.experts import ExpertOps
+    from cpmrt.cuda.ops.latent import LatentPlan
+    from cpmrt.cuda.ops.lightning import LightningOps
 
 
 class CudaOps:
@@ -37,27 +40,43 @@ class CudaOps:
         self.rms_norm, self.join = partial(row_ops.rms_norm, launcher), partial(row_ops.join, launcher)
         self.copy_columns, self.clear = partial(row_ops.copy_columns, launcher), partial(row_ops.clear, launcher)
         self.gate_rows = partial(row_ops.gate_rows, launcher)
-        others_prefer_shared = isinstance(plan, LatentPlan) or "expert_words" in scratch
+        others_prefer_shared = not isinstance(plan, AttentionPlan) or "expert_words" in scratch
         heads = plan.decode if isinstance(plan, AttentionPlan) else None
         products = Products(device, launcher, gemm, scratch, heads, prefers_shared=others_prefer_shared)
         self.qkv, self.project, self.project_residual = products.qkv, products.project, products.project_residual
         self.gate_up, self.lm_head = products.gate_up, products.lm_head
         attention = latent = None
-        if isinstance(plan, LatentPlan):
-            latent = LatentOps(launcher, plan, scratch, self.project)
-        else:
+        if isinstance(plan, AttentionPlan):
             attention = AttentionOps(launcher, plan, scratch, products.held_layers)
+        else:
+            from cpmrt.cuda.ops.latent import LatentOps
+
+            latent = LatentOps(launcher, plan, scratch, self.project)
         self.select_blocks = attention.select_blocks if attention else _unplanned
         self.decode_attention = attention.decode_attention if attention else _unplanned
         self.prefill_attention = attention.prefill_attention if attention else _unplanned
         self.append_latent = latent.append_latent if latent else _unplanned
         self.decode_latent_attention = latent.decode_latent_attention if latent else _unplanned
         self.prefill_latent_attention = latent.prefill_latent_attention if latent else _unplanned
-        states = LightningOps(launcher, scratch["chunk"])
-        self.lightning_decode, self.lightning_prefill = states.decode, states.prefill
-        experts = ExpertOps(device, launcher, scratch)
-        self.route, self.experts_gate_up = experts.route, experts.experts_gate_up
-        self.experts_down = experts.experts_down
+        states = _lightning_ops(launcher, scratch["chunk"]) if "lightning_states" in scratch else None
+        self.lightning_decode = states.decode if states else _unplanned
+        self.lightning_prefill = states.prefill if states else _unplanned
+        experts = _expert_ops(device, launcher, scratch) if "expert_starts" in scratch else None
+        self.route = experts.route if experts else _unplanned
+        self.experts_gate_up = experts.experts_gate_up if experts else _unplanned
+        self.experts_down = experts.experts_down if experts else _unplanned
+
+
+def _lightning_ops(launcher: Launcher, chunk: DeviceArray) -> LightningOps:
+    from cpmrt.cuda.ops.lightning import LightningOps
+
+    return LightningOps(launcher, chunk)
+
+
+def _expert_ops(device: Device, launcher: Launcher, scratch: Mapping[str, DeviceArray]) -> ExpertOps:
+    from cpmrt.cuda.ops.experts import ExpertOps
+
+    return ExpertOps(device, launcher, scratch)
 
 
 def attention_plan(
@@ -67,9 +86,11 @@ def attention_plan(
     most `step_rows` rows."""
     latent = config.of_kind(LatentAttention)
     if latent is not None:
+        from cpmrt.cuda.ops.latent import LatentPlan
+
         return LatentPlan.of(latent, device, caches, max_rows, step_rows)
     return AttentionPlan.of(config.grouped_attention, device, caches, max_rows)
 
 
 def _unplanned(*operands: Any, **options: Any) -> NoReturn:
-    raise AssertionError("an op of another kind of attention than that of the model's layers")
+    raise AssertionError("an op of a kind of layer that the model does not have")

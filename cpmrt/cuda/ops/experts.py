@@ -13,7 +13,6 @@ from math import ceil
 
 import numpy as np
 
-from cpmrt.config import ModelConfig
 from cpmrt.config.layers import ExpertsMlp
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
@@ -107,22 +106,19 @@ class HeldRow:
     eps: float
 
 
-def expert_tables(config: ModelConfig) -> Iterator[BufferSpec]:
-    """Yield the buffer, zero at first, that lives as long as the executor: words exchanged by blocks of EXPERTS_ROW."""
-    mlp = config.layers[0].mlp
-    if isinstance(mlp, ExpertsMlp):
-        words = row_words(config.hidden_size, mlp.intermediate_size, mlp.experts_per_token)
-        yield BufferSpec("expert_words", (words,), EMBED, HEAD, np.uint64)
+def expert_table(mlp: ExpertsMlp, hidden_size: int) -> BufferSpec:
+    """Return the buffer, zero at first, that lives as long as the executor: words that blocks of EXPERTS_ROW share."""
+    words = row_words(hidden_size, mlp.intermediate_size, mlp.experts_per_token)
+    return BufferSpec("expert_words", (words,), EMBED, HEAD, np.uint64)
 
 
-def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows: int) -> Iterator[BufferSpec]:
+def expert_workspace(
+    specs: Sequence[TensorSpec], mlp: ExpertsMlp, hidden_size: int, max_rows: int
+) -> Iterator[BufferSpec]:
     """Yield the buffers of a step of at most `max_rows` rows.
 
     Raises UnsupportedModelError for weights that the kernels do not take.
     """
-    mlp = config.layers[0].mlp
-    if not isinstance(mlp, ExpertsMlp):
-        return
     for spec in specs:
         if not spec.num_experts or spec.quant is None:
             continue
@@ -140,13 +136,13 @@ def expert_workspace(specs: Sequence[TensorSpec], config: ModelConfig, max_rows:
     pairs = max_rows * mlp.experts_per_token
     yield BufferSpec("expert_starts", (mlp.num_experts + 1,), GATE_UP, DOWN, np.int32)
     yield BufferSpec("expert_order", (pairs,), GATE_UP, DOWN, np.int32)
-    yield BufferSpec("expert_outputs", (pairs, config.hidden_size), DOWN, DOWN)
+    yield BufferSpec("expert_outputs", (pairs, hidden_size), DOWN, DOWN)
 
 
 class ExpertOps:
     """The ops of `ops.protocol.Ops` that choose experts and multiply by their weights.
 
-    `arrays` holds the buffers of `expert_workspace` and `normed` by name, and perhaps those of `expert_tables`.
+    `arrays` holds the buffers of `expert_workspace` and `normed` by name, and perhaps that of `expert_table`.
     """
 
     def __init__(self, device: Device, launcher: Launcher, arrays: Mapping[str, DeviceArray]):

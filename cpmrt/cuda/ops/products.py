@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpmrt.config import ModelConfig
-from cpmrt.config.layers import GatedMlp, GroupedAttention
+from cpmrt.config.layers import ExpertsMlp, GatedMlp, GroupedAttention
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.ops.attention.qkv import HeldRowAttention, hold_qkv, is_followed_by_attention, is_lone_row
-from cpmrt.cuda.ops.experts import expert_workspace
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import PageConstants, codes_of, compress_keys, nodes_of, scales_of
 from cpmrt.cuda.ops.linear import QkvRest, ResidualRest, StepProduct, float_bits, launch_linear
@@ -63,7 +62,10 @@ def product_workspace(
         yield BufferSpec("qkv", (max_rows, attention.q_size + 2 * attention.kv_size), QKV, QKV)
     if isinstance(config.mlp, GatedMlp):
         yield BufferSpec("gate_up", (max_rows, 2 * config.mlp.intermediate_size), GATE_UP, GATE_UP)
-    yield from expert_workspace(specs, config, max_rows)
+    if isinstance(config.mlp, ExpertsMlp):
+        from cpmrt.cuda.ops.experts import expert_workspace  # few models have experts
+
+        yield from expert_workspace(specs, config.mlp, config.hidden_size, max_rows)
     yield from packed_workspace(specs, config, max_rows, device)
 
 

@@ -20,7 +20,6 @@ from cpmrt.cuda.ops.attention.qkv import has_short_row
 from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import accept_nodes, compress_path
-from cpmrt.cuda.ops.lightning import accept_chain
 from cpmrt.cuda.ops.screened_head import COPY, ScreenedHead, ScreenPlan
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import BoundLayer, Decoder
@@ -148,6 +147,8 @@ class StepForward:
             if pages.compressed is not None:
                 compress_path(self._launch, pages, *tree, num_trees)
         if "lightning_chain" in a:
+            from cpmrt.cuda.ops.lightning import accept_chain  # few models have lightning attention
+
             states, chain, decay = (a[f"lightning_{name}"] for name in ("states", "chain", "decay"))
             accept_chain(self._launch, states, chain, decay, a["draft_tree"])
 

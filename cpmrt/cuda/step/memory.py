@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cpmrt.config import EngineConfig, ModelConfig
-from cpmrt.config.layers import GroupedAttention, LatentAttention, LightningAttention
+from cpmrt.config.layers import ExpertsMlp, GroupedAttention, LatentAttention, LightningAttention
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.load.repack import staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
 from cpmrt.cuda.ops.cuda_ops import attention_plan
-from cpmrt.cuda.ops.experts import expert_tables
 from cpmrt.cuda.ops.gemm import GEMM_WORKSPACE
-from cpmrt.cuda.ops.latent import LatentPlan, latent_sizes
 from cpmrt.cuda.ops.linear_packed.products import packed_regions, packed_tables
 from cpmrt.cuda.ops.products import product_workspace
 from cpmrt.cuda.ops.screened_head import ScreenPlan, copy_spec, screened_spec
@@ -31,6 +30,9 @@ from cpmrt.models.decoder import cache_layout
 from cpmrt.models.layers import EMBED, HEAD
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
+
+if TYPE_CHECKING:
+    from cpmrt.cuda.ops.latent import LatentPlan
 
 _FEW_ROWS = 8
 """The rows of a step that there is always memory for: one sequence with a short run of certain tokens."""
@@ -86,8 +88,17 @@ def cuda_tables(
         lasting_buffer("step_context", np.uint8, STEP_CONTEXT.itemsize),
         lasting_buffer("sampled_slots", np.int32, MAX_ROWS),
         GEMM_WORKSPACE,
-        *expert_tables(config),
+        *_expert_tables(config),
     )
+
+
+def _expert_tables(config: ModelConfig) -> tuple[BufferSpec, ...]:
+    """Return the lasting buffers of a model's experts, if it has some."""
+    if not isinstance(config.mlp, ExpertsMlp):
+        return ()
+    from cpmrt.cuda.ops.experts import expert_table  # few models have experts
+
+    return (expert_table(config.mlp, config.hidden_size),)
 
 
 def _attention(
@@ -155,6 +166,8 @@ def check_supported(config: ModelConfig) -> None:
         sizes["lightning_nh * lightning_head_dim"] = lightning.width
     wanted = {name: (size, size % 64 == 0, "a multiple of 64") for name, size in sizes.items()}
     if latent:
+        from cpmrt.cuda.ops.latent import latent_sizes  # few models have latent attention
+
         wanted |= latent_sizes(latent)
     else:
         attention = config.grouped_attention

@@ -1,11 +1,36 @@
-"""Kinds of token mixing: one module each, found by the type of their config."""
+"""Kinds of token mixing: one module each, found by the type of its config and imported when a model has the kind."""
+
+from collections.abc import Callable
 
 from cpmrt.config.layers import GroupedAttention, LatentAttention, LightningAttention, MixerConfig
 from cpmrt.models.layers import Mixer
-from cpmrt.models.mixers import grouped, latent, lightning
 
-MIXERS: dict[type[MixerConfig], Mixer] = {
-    GroupedAttention: grouped,
-    LatentAttention: latent,
-    LightningAttention: lightning,
+
+def _grouped() -> Mixer:
+    from cpmrt.models.mixers import grouped
+
+    return grouped
+
+
+def _latent() -> Mixer:
+    from cpmrt.models.mixers import latent
+
+    return latent
+
+
+def _lightning() -> Mixer:
+    from cpmrt.models.mixers import lightning
+
+    return lightning
+
+
+MIXERS: dict[type[MixerConfig], Callable[[], Mixer]] = {
+    GroupedAttention: _grouped,
+    LatentAttention: _latent,
+    LightningAttention: _lightning,
 }
+
+
+def mixer_of(config: MixerConfig) -> Mixer:
+    """Return the module of this kind of mixer."""
+    return MIXERS[type(config)]()
