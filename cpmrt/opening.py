@@ -10,21 +10,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cpmrt.caller_warnings import warn_caller
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.speculate_argument import named_drafts
 from cpmrt.dtypes import DType
 from cpmrt.memory.plan import MemoryPlan
-from cpmrt.models.draft import Draft
-from cpmrt.models.draft_weights import open_draft
 from cpmrt.models.planning import ExecutorNeeds, fit_model, open_weights, plan_model, position_limit, weight_specs
 from cpmrt.tensor_spec import HEAD_COPY, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.draft_folder import resolve, with_speculation
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.repository import has_weights
+
+# Imported for types only: a start without a draft needs none of what makes drafts.
+if TYPE_CHECKING:
+    from cpmrt.models.draft import Draft
 
 Parts = tuple[tuple[tuple[TensorSpec, ...], Checkpoint | None], ...]
 """Groups of weights, each with the checkpoint that they are read from; None: they are random."""
@@ -168,10 +170,13 @@ def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) 
     with ExitStack() as stack:
         checkpoint, specs = stack.enter_context(open_weights(folder, settings))
         specs = target.held(specs, checkpoint, dtype)
-        checkpoints, draft = stack.enter_context(open_draft(folder, settings, specs))
-        draft = draft and _held(draft, target)
         parts: Parts = ((specs, checkpoint),)
-        if draft is not None:
+        draft: Draft | None = None
+        if settings.speculation is not None:
+            from cpmrt.models.draft_weights import open_draft
+
+            checkpoints, opened = stack.enter_context(open_draft(folder, settings, specs))
+            draft = _held(opened, target)
             parts += tuple(_draft_parts(draft, (checkpoint, *checkpoints)))
             _check_layers(draft, settings, target)
         yield Blueprint(folder.config, settings, target, specs, draft, parts)
@@ -232,8 +237,13 @@ def described(
         if not has_weights(path):
             settings = replace(settings, load_format="dummy")
     settings = with_speculation(settings, folder, draft, speculate)
-    with open_draft(folder, settings, specs) as (_, found):
-        return Blueprint(folder.config, settings, target, specs, found and _held(found, target))
+    found = None
+    if settings.speculation is not None:
+        from cpmrt.models.draft_weights import open_draft
+
+        with open_draft(folder, settings, specs) as (_, opened):
+            found = _held(opened, target)
+    return Blueprint(folder.config, settings, target, specs, found)
 
 
 def _held(draft: Draft, target: Target) -> Draft:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cpmrt import opening
 from cpmrt.collector import no_collections
@@ -19,13 +20,15 @@ from cpmrt.dtypes import DType
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Executor
 from cpmrt.memory.plan import MemoryPlan
-from cpmrt.models.draft import Draft
 from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.opening import Blueprint, open_blueprint
 from cpmrt.tensor_spec import TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.gguf.specs import without_blocks
 from cpmrt.weights.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    from cpmrt.models.draft import Draft
 
 _LOG = logging.getLogger(__name__)
 _RESERVED_BYTES = 512 << 20

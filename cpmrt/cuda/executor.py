@@ -29,7 +29,6 @@ from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import ROW_BUCKETS
 from cpmrt.cuda.ops.screened_head import can_screen
 from cpmrt.cuda.ops.slot_states import SlotStates
-from cpmrt.cuda.step.costs import measured_limits
 from cpmrt.cuda.step.forward import StepForward
 from cpmrt.cuda.step.kernels import StepKernels, step_modules
 from cpmrt.cuda.step.launches import masked_launches, run_on_padding, step_launches
@@ -153,6 +152,8 @@ class CudaExecutor:
         self._fill_tables(position_limit)
         self._capture(loops=engine.steps_per_launch > 1)
         if self._speculation is not None:
+            from cpmrt.cuda.step.costs import measured_limits  # no start without a draft needs it
+
             counts = self._speculation.counts if engine.drafts_adaptively else ()
             self._limits = measured_limits(self, self._speculation.pass_seconds, engine.steps_per_launch, counts)
 

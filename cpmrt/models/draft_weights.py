@@ -34,8 +34,8 @@ _REMAP, _OFFSETS = "token_id_remap", "d2t"
 @contextmanager
 def open_draft(
     folder: ModelFolder, engine: EngineConfig, specs: Sequence[TensorSpec]
-) -> Iterator[tuple[tuple[Checkpoint | None, ...], Draft | None]]:
-    """Yield the checkpoints of the draft and of its inner draft, and the draft; without speculation it is None.
+) -> Iterator[tuple[tuple[Checkpoint | None, ...], Draft]]:
+    """Yield the checkpoints of the draft and of its inner draft, and the draft. The settings must ask for speculation.
 
     A checkpoint is None for a draft without files or with random weights.
 
@@ -43,9 +43,7 @@ def open_draft(
     UnsupportedModelError.
     """
     wish = engine.speculation
-    if wish is None:
-        yield (), None
-        return
+    assert wish is not None, "opened without speculation"
     if wish.method == "lookup" or engine.draft is None:
         yield (None,), Draft(DraftConfig.lookup(), wish.shapes, forced_accept=wish.forced_accept)
         return
@@ -61,7 +59,7 @@ def open_draft(
         small = ModelFolder.open(own.path, weights=not is_dummy)
         inside = replace(engine, draft=wish.inner.draft, speculation=wish.inner.speculation)
         checkpoints, inner = stack.enter_context(open_draft(small, inside, own_specs))
-        yield (checkpoint, *checkpoints), replace(draft, inner=inner and _within(inner))
+        yield (checkpoint, *checkpoints), replace(draft, inner=_within(inner))
 
 
 def _within(inner: Draft) -> Draft:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.config.engine import FP8
@@ -14,14 +15,15 @@ from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.memory.packed_regions import PackedRegions, canonical_regions
 from cpmrt.memory.plan import MemoryPlan, check_budget, largest_context, make_plan
 from cpmrt.models import decoder
-from cpmrt.models import draft as drafts
-from cpmrt.models.draft import Draft
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 from cpmrt.weights.check import check
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_folder import ModelFolder
 from cpmrt.weights.quantised_specs import quantise_head, quantised_specs
 from cpmrt.weights.ternary import ternary_specs
+
+if TYPE_CHECKING:
+    from cpmrt.models.draft import Draft
 
 
 def weight_specs(
@@ -122,6 +124,8 @@ def plan_model(
     sizes = max_context, engine.max_sequences, engine.kv_dtype
     caches, of_drafts = decoder.cache_layout(config, *sizes, chain_rows=chain_rows), dict[str, CacheLayout | None]()
     if draft is not None:
+        from cpmrt.models import draft as drafts  # no plan without a draft needs it
+
         caches.check_draft(has_chains_only=all(shape.is_chain for shape in draft.shapes))
         specs = (*specs, *draft.tensors)
         workspace += drafts.buffer_specs(draft, rows, needs.num_drafting)

@@ -6,18 +6,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpmrt.config import EngineConfig, SpeculationConfig
-from cpmrt.config.draft import DraftConfig, Shapes, detect_method
-from cpmrt.config.dspark import read_dspark
-from cpmrt.config.eagle import read_eagle
 from cpmrt.config.speculate_argument import LOOKUP, read_speculation
 from cpmrt.errors import CheckpointError, quoted
 from cpmrt.weights import hub
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.model_files import read_json, read_json_if_there
 from cpmrt.weights.model_folder import ModelFolder
+
+# The configs of drafts are imported where there is a draft: every start uses this module to ask whether there is one.
+if TYPE_CHECKING:
+    from cpmrt.config.draft import DraftConfig, Shapes
 
 
 def with_speculation(
@@ -57,6 +58,10 @@ class DraftFolder:
         With `weights` False the weights will be random, so config.json alone counts. Raises CheckpointError,
         ConfigError, UnsupportedModelError.
         """
+        from cpmrt.config.draft import DraftConfig
+        from cpmrt.config.dspark import read_dspark
+        from cpmrt.config.eagle import read_eagle
+
         path = resolve(draft, target.path, weights=weights)
         source = str(path / "config.json")
         if wish.method == "model":
@@ -97,6 +102,8 @@ def method_of(draft: str, target: Path, *, weights: bool = True) -> str:
 
     The draft's tensors tell; without them (`weights` False) its config.json does, by its keys and its architecture.
     """
+    from cpmrt.config.draft import detect_method
+
     path = resolve(draft, target, weights=weights)
     if weights:
         return detect_method(_shapes(path))

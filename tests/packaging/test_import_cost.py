@@ -84,3 +84,10 @@ def test_a_model_of_one_kind_of_layer_starts_without_the_other_kinds() -> None:
     kinds = ("models.mixers.latent", "models.mixers.lightning", "models.mlps.experts")
     assert {"cpmrt.models.mixers.grouped", "cpmrt.models.mlps.gated", "cpmrt.cuda.ops.linear"} <= set(modules)
     assert [name for name in (*others, *kinds) if f"cpmrt.{name}" in modules] == []
+
+
+def test_a_model_without_a_draft_starts_without_what_makes_drafts() -> None:
+    _, modules = import_once(START)
+    configs = ("config.draft", "config.eagle", "config.dspark")
+    drafts = ("models.draft", "models.draft_weights", "models.drafts", "cuda.draft", "cuda.step.costs")
+    assert [name for name in (*configs, *drafts) if f"cpmrt.{name}" in modules] == []
