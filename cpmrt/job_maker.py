@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, count
-from typing import Any, Literal, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from cpmrt.dtypes import F32
 from cpmrt.engine import Engine, Request, ThinkingBudget, request_seed
 from cpmrt.engine.checks import check_prompt
 from cpmrt.errors import RequestError, of_each, quoted
-from cpmrt.grammar import Grammars, Thought
 from cpmrt.installation import missing_packages
 from cpmrt.sharing.jobs import Generation, Reading
 from cpmrt.sharing.reading_results import joined, pooled, scores
@@ -25,9 +24,11 @@ from cpmrt.text.markers import marker_ids
 from cpmrt.text.messages import checked_tools
 from cpmrt.text.template_options import check_switch, template_variables
 from cpmrt.text.thinking import closings, opened_thought, opening_tokens, prompt_end_of
-from cpmrt.tool_use.blame import blamed, check_schemas
 from cpmrt.tool_use.calls import called_names, schemas_of
-from cpmrt.tool_use.grammars import format_of, grammar_of
+
+# What gives answers a form is imported for the first request that asks for one: few do.
+if TYPE_CHECKING:
+    from cpmrt.grammar import Grammars
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 Prompt = str | TokenIds
@@ -142,6 +143,9 @@ class JobMaker:
         """
         if self.tokenizer is None:
             raise RequestError("the checkpoint has no tokenizer", fix="leave out tool_choice")
+        from cpmrt.tool_use.blame import blamed, check_schemas
+        from cpmrt.tool_use.grammars import format_of, grammar_of
+
         schemas = {name: schema for name, schema in schemas_of(tools).items() if name in names or not names}
         check_schemas(tools, schemas)
         form = format_of(self.chat_template)
@@ -168,9 +172,7 @@ class JobMaker:
         others = (replace(request, seed=request_seed(request.seed, number)) for number in range(1, params.n))
         return [Generation(each) for each in (request, *others)]
 
-    def only_choice(
-        self, prompt: Prompt, params: SamplingParams | None, numbers: Numbers | None = None
-    ) -> Generation:
+    def only_choice(self, prompt: Prompt, params: SamplingParams | None, numbers: Numbers | None = None) -> Generation:
         """Return the one generation of a prompt. Raises RequestError if `params` ask for more."""
         first, *others = self.choices(prompt, params, numbers)
         if others:
@@ -349,6 +351,8 @@ class JobMaker:
             return {}
         if self.tokenizer is None:
             raise RequestError(f"SamplingParams.{form.kind} needs a tokenizer", fix="leave it out")
+        from cpmrt.grammar import Thought
+
         closing = opened_thought(self.tokenizer, prompt_ids, num_begun)
         end = (closing or "").encode()
         if form.trigger:
@@ -360,6 +364,8 @@ class JobMaker:
     @cached_property
     def grammars(self) -> Grammars:
         """The compiler of the forms that requests give their answers."""
+        from cpmrt.grammar import Grammars
+
         assert self.tokenizer is not None
         return Grammars(self.tokenizer, self._end_token_ids())
 

@@ -6,15 +6,16 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cpmrt.engine import GenerationStats, Request
 from cpmrt.engine import Sequence as EngineSequence
 from cpmrt.engine.loan import Loan
 from cpmrt.errors import CpmrtError
 from cpmrt.generation import AnswerText, Completion, Piece
-from cpmrt.tool_use.calls import Schemas
-from cpmrt.tool_use.finder import calls_in
+
+if TYPE_CHECKING:
+    from cpmrt.tool_use.calls import Call, Schemas
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,13 @@ class Generation:
             finish_reason=self.sequence.finish_reason if self.is_read and self.sequence.finish_reason else "cancelled",
             logprobs=tuple(entry for piece in self.pieces for entry in piece.logprobs),
             stats=self.sequence.stats,
-            tool_calls=calls_in(text, self.schemas, self.thought_end) if self.schemas else (),
+            tool_calls=self._calls_in(text, self.schemas) if self.schemas else (),
         )
+
+    def _calls_in(self, text: str, schemas: Schemas) -> tuple[Call, ...]:
+        from cpmrt.tool_use.finder import calls_in  # few requests have tools
+
+        return calls_in(text, schemas, self.thought_end)
 
 
 def completion_of(choices: Sequence[Generation]) -> Completion:

@@ -44,6 +44,11 @@ with launcher.recording() as recorded:
     StepForward(blueprint.config, device, launcher, gemm, arrays, plan.caches).every_shape((64, 512), (1,))
 assert any(file == "linear/linear.cu" for file, _ in recorded)
 """
+ANSWER = """
+from cpmrt import LLM, SamplingParams
+with LLM(executor="reference") as llm:
+    assert llm.generate("def f(", SamplingParams(max_new_tokens=2)).token_ids
+"""
 
 
 def import_once(statement: str = "import cpmrt") -> tuple[float, list[str]]:
@@ -91,3 +96,9 @@ def test_a_model_without_a_draft_starts_without_what_makes_drafts() -> None:
     configs = ("config.draft", "config.eagle", "config.dspark")
     drafts = ("models.draft", "models.draft_weights", "models.drafts", "cuda.draft", "cuda.step.costs")
     assert [name for name in (*configs, *drafts) if f"cpmrt.{name}" in modules] == []
+
+
+def test_an_answer_without_a_form_or_tools_is_given_without_what_makes_these() -> None:
+    _, modules = import_once(ANSWER)
+    assert [name for name in modules if name == "html" or name.startswith("cpmrt.grammar")] == []
+    assert [name for name in modules if name.startswith("cpmrt.tool_use.")] == ["cpmrt.tool_use.calls"]
