@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Set
-from difflib import get_close_matches
 from typing import ParamSpec, TypeVar
 
 from cpmrt.errors import ArgumentError, listed, quoted
@@ -69,6 +68,8 @@ def _unknown(function: str, name: str, known: Set[str], hints: Mapping[str, str]
     what, meant = f"{function}: there is no argument {quoted(name)}", ELSEWHERE.get(name)
     if hint := hints.get(name) or hints.get(meant or ""):
         return ArgumentError(what, fix=hint)
+    from difflib import get_close_matches  # it takes long, and only a mistake needs it
+
     near = [meant] if meant in known else get_close_matches(name, sorted(known), 1, 0.5)
     if near:
         return ArgumentError(what, fix=f"did you mean {near[0]}?")

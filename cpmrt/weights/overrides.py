@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from cpmrt.caller_warnings import warn_caller
@@ -43,6 +42,8 @@ class ReadKeys(Mapping[str, Any]):
         """Warn of the first key of `overrides` that nobody has asked for: it is misspelt, or of another model."""
         unread = next((key for key in overrides or () if key not in self._asked), None)
         if unread is not None:
+            from difflib import get_close_matches  # it takes long, and only a mistake needs it
+
             near = get_close_matches(unread, sorted(self._asked), 1, 0.7)
             meant = f"; did you mean {near[0]}?" if near else ""
             why = f"changes nothing: no such key of config.json is read for this model{meant}"

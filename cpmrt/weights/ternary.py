@@ -89,6 +89,6 @@ def _sample(source: Source, checkpoint: Checkpoint) -> F32 | None:
         return None
     if not entry.shape[0]:
         return None
-    rows = np.unique(np.linspace(0, entry.shape[0] - 1, _SAMPLED_ROWS).astype(int))
+    rows = np.linspace(0, entry.shape[0] - 1, _SAMPLED_ROWS).astype(int)  # np.unique would import numpy.ma
     values = to_float32(np.ascontiguousarray(checkpoint.view(source.name)[rows]), FLOATS[entry.dtype])
     return values if values.any() else None

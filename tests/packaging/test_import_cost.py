@@ -102,3 +102,9 @@ def test_an_answer_without_a_form_or_tools_is_given_without_what_makes_these() -
     _, modules = import_once(ANSWER)
     assert [name for name in modules if name == "html" or name.startswith("cpmrt.grammar")] == []
     assert [name for name in modules if name.startswith("cpmrt.tool_use.")] == ["cpmrt.tool_use.calls"]
+
+
+def test_neither_a_start_nor_an_answer_imports_what_only_mistakes_or_masked_arrays_need() -> None:
+    for statement in (START, ANSWER):
+        _, modules = import_once(statement)
+        assert [name for name in ("difflib", "numpy.ma") if name in modules] == []
