@@ -55,7 +55,7 @@ def on_executor(folder: ModelFolder, settings: EngineConfig, run: Callable[[Asse
         raise NoDeviceError(
             f"{error.what}, and the NumPy executor is about a hundred times slower",
             actual=error.actual,
-            fix="use executor='reference' (--executor reference) to run it anyway, or see `cpmrt doctor`",
+            fix="use executor='reference' to run it anyway, or see `cpmrt doctor`",
         ) from error
 
 

@@ -248,9 +248,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(**_given(args, *names))
 
 
-def engine_config(args: argparse.Namespace, **others: Any) -> EngineConfig:
-    """Return the settings that the options ask for, with `others` besides. Raises ConfigError."""
-    return EngineConfig(**_given(args, *_ENGINE_OPTIONS), **others)
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Return the settings that the options ask for. Raises ConfigError."""
+    return EngineConfig(**_given(args, *_ENGINE_OPTIONS))
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -267,6 +267,19 @@ def draft_arguments(args: argparse.Namespace) -> dict[str, Any]:
     if wishes and args.speculate == "auto":
         wishes["adaptive"] = True
     return {"draft": args.draft, "speculate": "off" if args.speculate == "off" else wishes or "auto"}
+
+
+def setting_options() -> dict[str, str]:
+    """Return the option that fills each setting, by the name that errors give to the setting.
+
+    That is an argument of `LLM`, `SamplingParams.FIELD`, or `speculate: KEY`.
+    """
+    others = ("hf_overrides", "sparse", "prefix_cache", "draft", "simulate_accept", "revision")
+    sampling = [f"SamplingParams.{field.name}" for field in fields(SamplingParams)]
+    names = (*_ENGINE_OPTIONS, *others, *sampling)
+    options = {name: f"--{name.rpartition('.')[2].replace('_', '-')}" for name in names}
+    options["SamplingParams.stop_token_ids"] = "--stop-token-id"
+    return options | {f"speculate: {key}": option for option, (key, *_) in _DRAFT_OPTIONS.items()}
 
 
 def overrides_with_weight_bits(args: argparse.Namespace) -> dict[str, Any] | None:

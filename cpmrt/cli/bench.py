@@ -22,9 +22,9 @@ from cpmrt.bench.views import check_can_plot, plot
 from cpmrt.cli import arguments as options
 from cpmrt.cli import option_values
 from cpmrt.cli.output import note, printable, write, write_table
-from cpmrt.cli.parser import UsageError
+from cpmrt.cli.parser import UsageError, number
 from cpmrt.config import SamplingParams
-from cpmrt.errors import ConfigError, CpmrtError, reason_of
+from cpmrt.errors import ConfigError, CpmrtError, RequestError, reason_of
 from cpmrt.llm import LLM
 from cpmrt.weights.hub import BUNDLED
 
@@ -145,7 +145,7 @@ def _settings(args: argparse.Namespace, cases: list[Case]) -> dict[str, Any]:
     settings = options.llm_arguments(args) | {"hf_overrides": options.overrides_with_weight_bits(args)}
     if args.simulate_accept is not None:
         if settings["speculate"] == "off":
-            raise ConfigError("simulate_accept needs speculation", fix="name a draft")
+            raise ConfigError("--simulate-accept needs speculation", fix="name a draft")
         # Not adaptive: accept lengths that are forced say nothing about which tree shape pays off.
         wishes = {} if settings["speculate"] == "auto" else settings["speculate"]
         settings["speculate"] = wishes | {"adaptive": False, "simulate_accept": args.simulate_accept}
@@ -184,10 +184,11 @@ def _case(text: str) -> Case:
 
 
 def _temperature(text: str) -> float:
+    temperature = number(float, "a number")(text)
     try:
-        return SamplingParams(temperature=float(text)).with_defaults().temperature
-    except (ValueError, CpmrtError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+        return SamplingParams(temperature=temperature).with_defaults().temperature
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(f"expected {error.expected}, got {error.actual}") from error
 
 
 def _check_file(path: Path) -> None:

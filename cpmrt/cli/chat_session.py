@@ -8,7 +8,8 @@ from cpmrt.cli.answer_view import AnswerView, PlainView
 from cpmrt.cli.chat_commands import run_command
 from cpmrt.cli.conversation import Answer, ChatModel, Conversation
 from cpmrt.cli.listeners import StopAtOnce, StopRequestedError
-from cpmrt.cli.output import complain, cost_lines, note, printable
+from cpmrt.cli.option_names import error_line
+from cpmrt.cli.output import complain, cost_lines, note
 from cpmrt.errors import RequestError
 from cpmrt.generation import Completion
 
@@ -65,7 +66,7 @@ class ChatSession:
                 note("(stopped)")
                 return True
             except RequestError as error:
-                complain(f"cpmrt: error: {printable(str(error))}")
+                complain(error_line(error))
                 return False
         if answer.text:
             self.conversation.add(question, answer.text)

@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from cpmrt import __version__, env
 from cpmrt.cli.ending_signals import leaving_on_signals
 from cpmrt.cli.output import complain, discard_stdout, discard_unwritten_remarks, printable, show_remarks
-from cpmrt.cli.parser import Parser, UsageError, add_quiet, naming_options, nearest
+from cpmrt.cli.parser import Parser, UsageError, add_quiet, nearest
 from cpmrt.errors import CpmrtError
 
 COMMANDS = {
@@ -56,9 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
         return code
-    except (UsageError, CpmrtError) as error:
-        complain(f"cpmrt: error: {printable(naming_options(str(error)))}")
-        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_ERROR
+    except UsageError as error:
+        complain(f"cpmrt: error: {printable(str(error))}")
+        return EXIT_USAGE
+    except CpmrtError as error:
+        from cpmrt.cli.option_names import error_line  # which only an error needs
+
+        complain(error_line(error))
+        return EXIT_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -90,7 +95,9 @@ def _run(arguments: list[str]) -> int:
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     """Write a Python warning as one line on standard error, without the place in the program that it names."""
-    complain(f"cpmrt: warning: {printable(naming_options(str(message)))}")
+    from cpmrt.cli.option_names import warning_line  # which only a warning needs
+
+    complain(warning_line(message))
 
 
 def module_name(command: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -85,13 +84,3 @@ def _path(text: str) -> Path:
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="say nothing on standard error but errors")
-
-
-def naming_options(message: str) -> str:
-    """Return an error message with the fields of SamplingParams in it replaced by the options that fill them."""
-
-    def option(match: re.Match[str]) -> str:
-        name = match[1].removesuffix("s") if match[1] == "stop_token_ids" else match[1]
-        return f"--{name.replace('_', '-')}"
-
-    return re.sub(r"SamplingParams\.(\w+)", option, message)

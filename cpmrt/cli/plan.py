@@ -39,12 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model_source(parser, positional=True)
     parser.add_argument("--shape", choices=SHAPES, help="a well-known shape, instead of MODEL")
     parser.add_argument(
-        "--context", "--max-context", dest="context", type=option_values.token_count, metavar="TOKENS",
+        "--context", "--max-context", dest="max_context", type=option_values.token_count, metavar="TOKENS",
         help="of one sequence, such as 32768 or 32K (default: the model's own, or what fits)",
     )  # fmt: skip
     parser.add_argument(
-        "--gpu-memory", type=option_values.memory_size, metavar="SIZE", help="what the plan must fit, such as 8GiB"
-    )
+        "--gpu-memory", "--memory-budget", dest="memory_budget", type=option_values.memory_size, metavar="SIZE",
+        help="what the plan must fit, such as 8GiB",
+    )  # fmt: skip
     options.add_engine_options(
         parser, "dtype", "max_sequences", "prefill_chunk", "lm_head_bits", "lm_head_screen", "kv_dtype",
     )  # fmt: skip
@@ -55,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Raises MemoryPlanError afterwards if it does not fit --gpu-memory."""
     options.check_one_source(args, "plan")
-    settings = options.engine_config(args, max_context=args.context, memory_budget=args.gpu_memory)
+    settings = options.engine_config(args)
 
     def target(config: ModelConfig) -> Target:
         # Only the NumPy executor computes in float32.

@@ -100,7 +100,7 @@ def _inner(wish: object, method: str, method_of_draft: Callable[[str | None], st
 def _method(draft: str | None, wanted: str | None, method_of_draft: Callable[[], str]) -> str:
     if draft is None and wanted != LOOKUP:
         raise ConfigError(
-            "speculate needs a draft", fix=f"name one (draft=..., --draft), or draft={LOOKUP!r}, which needs no model"
+            "speculate needs a draft", fix=f"name one with draft=..., or draft={LOOKUP!r}, which needs no model"
         )
     found = LOOKUP if draft in (None, LOOKUP) else method_of_draft()
     if wanted not in (None, found):

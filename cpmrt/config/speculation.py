@@ -175,7 +175,7 @@ class SpeculationConfig:
             raise ConfigError("speculate: shapes", expected="at least one tree shape", actual="none")
         wide = [shape.top_k for shape in self.shapes if shape.top_k != 1]
         if self.method in CHAIN_METHODS and wide:
-            raise ConfigError(f"speculate: {self.method} drafts chains", expected="top_k 1", actual=wide[0])
+            raise ConfigError(f"speculate: method {self.method} drafts chains", expected="top_k 1", actual=wide[0])
         if self.method == "lookup" and any(shape.lookup_length for shape in self.shapes):
             raise ConfigError("speculate: lookup means nothing to method lookup", fix="name a model's draft beside it")
         is_path = isinstance(self.draft_vocab, str) and bool(self.draft_vocab)

@@ -160,7 +160,7 @@ def fit_model(
 
     def how_to_fit() -> str:
         if largest := largest_context(build, budget, limit):
-            return f"choose a smaller max_context (--max-context {largest} fits) or a larger memory_budget"
+            return f"choose a smaller max_context ({largest} fits) or a larger memory_budget"
         return _with_fewer_sequences(build, engine, budget, (context, shortest))
 
     context, shortest = limit, min(limit, PAGE_SIZE)
@@ -182,10 +182,10 @@ def _with_fewer_sequences(
         for count in range(engine.max_sequences - 1, 0, -1):
             if build(context, replace(engine, max_sequences=count)).total_bytes <= budget:
                 return (
-                    f"choose a smaller max_sequences (--max-sequences {count} fits, with {context} tokens of context "
-                    "each) or a larger memory_budget"
+                    f"choose a smaller max_sequences ({count} fits, with {context} tokens of context each) or a larger "
+                    "memory_budget"
                 )
     return (
         "no context fits beside these weights: choose a smaller model, 4-bit weights (cpmrt quantize makes them) or a "
-        "larger memory_budget (--memory-budget)"
+        "larger memory_budget"
     )

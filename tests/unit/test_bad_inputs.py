@@ -67,7 +67,7 @@ BAD_INPUTS = [
     Bad("draft that is not here offline", "generate x -m @model --executor reference --draft org/x", OFFLINE),
     Bad("draft that there is not", "generate x --draft eagle4", ("draft 'eagle4'", "eagle2 | eagle3", "lookup")),
     Bad("list of tokens that there is not", "generate x --executor reference --draft eagle2 --draft-vocab 8K",
-        ("speculate: draft_vocab: expected a number of tokens", "or a file that lists them", "got '8K'")),
+        ("error: --draft-vocab: expected a number of tokens", "or a file that lists them", "got '8K'")),
     Bad("bits of a draft that there is not", "plan --shape minicpm4-8b --draft-weight-bits 4",
         ("--draft-weight-bits needs --draft eagle2, eagle3 or dspark",), USAGE),
     Bad("bits of a draft without layers", "plan --shape minicpm4-8b --draft lookup --draft-weight-bits 4",

@@ -163,6 +163,7 @@ def test_a_question_too_long_alone_is_refused_and_forgets_nothing(chat, prompts,
     assert chat(f"first\n{'x' * 200}\nsecond\n", *SAMPLING, "--max-context", "100") == 1
     out, err = capsys.readouterr()
     assert out.count("\n") >= 2 and "cpmrt: error: the prompt does not fit the context" in err
+    assert "raise --max-context" in err
     assert [content for role, content in prompts[-1][0] if role == "user"] == ["first", "second"]
 
 

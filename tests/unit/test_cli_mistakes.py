@@ -16,6 +16,7 @@ import pytest
 from tiny_checkpoint import CONFIG, write_checkpoint
 
 from cpmrt.cli.main import main
+from cpmrt.cli.option_names import warning_line
 
 Spoil = Callable[[Path], object]
 
@@ -130,7 +131,7 @@ MISTAKES = [
     Mistake("endless prompt file", [*G, "--prompt-file", "/dev/zero"], "too large for a prompt"),
     Mistake("binary pipe", G, "standard input is not UTF-8 text: byte 2", stdin=b"ab\xfe"),
     Mistake("surrogate in the prompt", [*G, "a\udcff"], "lone surrogate"),
-    Mistake("prompt too long", [*G, "x" * 3000], "does not fit the context"),
+    Mistake("prompt too long", [*G, "x" * 3000], "; shorten the prompt or raise --max-context"),
     Mistake("answer too long", [*GP, "--max-new-tokens", "5000"], "ask for at most"),
     Mistake("id beyond the vocabulary", [*G, "--prompt-ids", "1,99999"], "an id in [0, 259)"),
     Mistake(
@@ -150,19 +151,23 @@ MISTAKES = [
     Mistake("too many logprobs", [*GP, "--logprobs", "1000"], "--logprobs: expected"),
     Mistake("bad sampling in a chat", ["chat", "-m", "M", "--top-p", "7"], "--top-p: expected"),
     # Settings of the engine
-    Mistake("unknown executor", [*GP, "--executor", "tpu"], "expected auto | cuda | reference"),
+    Mistake("unknown executor", [*GP, "--executor", "tpu"], "--executor: expected auto | cuda | reference"),
     Mistake("no GPU", [*GP, "--executor", "cuda"], "no NVIDIA driver"),
-    Mistake("slow by default", ["generate", "-m", "M", "prompt"], "a hundred times slower"),
+    Mistake("slow by default", ["generate", "-m", "M", "prompt"], "; use --executor='reference' to run it anyway"),
     Mistake("unknown dtype", [*GP, "--dtype", "int3"], "unknown dtype"),
     Mistake("unknown dtype of a plan", ["plan", "M", "--dtype", "int3"], "unknown dtype"),
-    Mistake("unknown load format", [*GP, "--load-format", "gguf"], "expected auto | safetensors | dummy"),
-    Mistake("seed of 65 bits", [*GP, "--seed", str(2**64)], "seed: expected an integer"),
+    Mistake("unknown load format", [*GP, "--load-format", "gguf"], "--load-format: expected auto | safetensors"),
+    Mistake("seed of 65 bits", [*GP, "--seed", str(2**64)], "--seed: expected an integer"),
     Mistake("context beyond the model", [*GP, "--max-context", "9999"], "beyond the model's positions"),
-    Mistake("context of nothing", [*GP, "--max-context", "0"], "max_context: expected an integer"),
-    Mistake("budget too small", [*GP, "--memory-budget", "1000"], "does not fit"),
+    Mistake("context of nothing", [*GP, "--max-context", "0"], "--max-context: expected an integer"),
+    Mistake("head of 5 bits", [*GP, "--lm-head-bits", "5"], "--lm-head-bits: expected 4 | 8"),
+    Mistake("copy of a copy", [*GP, "--lm-head-screen", "--lm-head-bits", "8"], "got --lm-head-bits=8; leave one of"),
+    Mistake("a setting as a value", [*GP, "--kv-dtype", "kv_dtype"], "-dtype: expected auto | fp8, got 'kv_dtype'"),
+    Mistake("budget too small", [*GP, "--memory-budget", "1000"], "a larger --memory-budget"),
     Mistake("plan beyond the model", ["plan", "M", "--context", "9999"], "beyond the model's positions"),
+    Mistake("plan for zettabytes", ["plan", "M", "--gpu-memory", "99999999999G"], "--memory-budget: expected"),
     Mistake("plan that does not fit", ["plan", "M", "--context", "2048", "--gpu-memory", "1MiB"], "2048 tokens"),
-    Mistake("plan of nobody", ["plan", "M", "--max-sequences", "0"], "max_sequences: expected an integer"),
+    Mistake("plan of nobody", ["plan", "M", "--max-sequences", "0"], "error: --max-sequences: expected an integer"),
     Mistake("override of a wrong type", [*GP, "--hf-overrides", '{"hidden_size": "big"}'], "hidden_size"),
     Mistake("overridden size", [*GP, "--hf-overrides", '{"vocab_size": "a"}'], "json with hf_overrides: vocab_size"),
     Mistake("few blocks", [*GP, "--sparse", '{"topk": 0}'], "config.json with sparse: sparse_config: topk: expected"),
@@ -222,6 +227,14 @@ def test_mistake(mistake: Mistake, tmp_path: Path, no_gpu, capsys, monkeypatch) 
     assert err.startswith("cpmrt: error: ") and err.endswith("\n") and err.count("\n") == 1, err
     assert mistake.says in err and "Traceback" not in err
     assert out == "" or mistake.name == "plan that does not fit"
+
+
+def test_warnings_name_options_but_leave_the_words_of_others():
+    told = "hf_overrides: 'max_context' of /max_context/draft.json; choose max_context=9, a draft or draft='lookup'"
+    assert warning_line(told) == (
+        "cpmrt: warning: --hf-overrides: 'max_context' of /max_context/draft.json; choose --max-context=9, a draft or "
+        "--draft='lookup'"
+    )
 
 
 def test_hub_ids_come_from_the_cache_when_offline(tmp_path, capsys, monkeypatch):

@@ -78,14 +78,16 @@ def test_what_a_generation_cost():
 
 
 @pytest.mark.parametrize(("arguments", "code", "says"), [
-    (["generate", "x", "--tree-size", "8"], 1, "speculate needs a draft"),
+    (["generate", "x", "--tree-size", "8"], 1, "needs a draft; name one with --draft=..., or --draft='lookup'"),
+    (["generate", "x", "--draft", "lookup", "--draft-iters", "99"], 1, "error: --draft-iters: expected an integer"),
+    (["generate", "x", "--draft", "lookup", "--draft-vocab", "8"], 1, "--draft-vocab means nothing to method lookup"),
     (["generate", "x", "--draft", "no-such-draft"], 1, "no-such-draft"),
-    (["generate", "x", "--draft", "lookup", "--draft-topk", "3"], 1, "lookup drafts chains: expected top_k 1, got 3"),
+    (["generate", "x", "--draft", "lookup", "--draft-topk", "3"], 1, "drafts chains: expected --draft-topk 1, got 3"),
     (["generate", "x", "--draft", "lookup", "--speculate", "on"], 2, "invalid choice: 'on'"),
     (["chat", "--url", "http://127.0.0.1:9", "--draft", "lookup"], 2, "--url and --draft exclude"),
     (["bench", "--case", "8:4", "--simulate-accept", "2"], 1, "speculate needs a draft"),
-    (["bench", "--case", "8:4", "--draft", "lookup", "--simulate-accept", "7"], 1, "a number in [1, 6]"),
-    (["bench", "--draft", "lookup", "--speculate", "off", "--simulate-accept", "2"], 1, "simulate_accept needs specul"),
+    (["bench", "--case", "8:4", "--draft", "lookup", "--simulate-accept", "7"], 1, "-accept: expected a number"),
+    (["bench", "--draft", "lookup", "--speculate", "off", "--simulate-accept", "2"], 1, "--simulate-accept needs spec"),
     (["bench", "--case", "8:4", "--draft-weight-bits", "4"], 2, "--draft-weight-bits needs --shape"),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None)  # fmt: skip
 def test_mistakes_are_one_line(checkpoint, capsys, arguments, code, says):

@@ -63,9 +63,9 @@ def test_fewer_sequences_are_named_where_no_context_is_short_enough_for_all():
     """Where no context fits for all sequences, the error names a number that fits, and one more does not."""
     for max_context, words, tokens in ((None, "64 tokens of context each", 64), (128, "128 tokens", 128)):
         engine = EngineConfig(max_sequences=64, max_context=max_context)
-        with pytest.raises(MemoryPlanError, match=rf"--max-sequences (\d+) fits, with {words}") as caught:
+        with pytest.raises(MemoryPlanError, match=rf"max_sequences \((\d+) fits, with {words}") as caught:
             fit_model(SMALL, engine, itemsize=4, budget=5 * 2**20)
-        count = int(caught.value.fix.partition("--max-sequences ")[2].split()[0])
+        count = int(caught.value.fix.partition("max_sequences (")[2].split()[0])
         sizes = [
             plan_model(SMALL, EngineConfig(max_sequences=number), itemsize=4, max_context=tokens).total_bytes
             for number in (count, count + 1)
