@@ -25,6 +25,7 @@ from cpmrt.llm import LLM, SAMPLING_HINTS
 from cpmrt.sharing.jobs import STOP, WORK, Ended, Generation, Inbox, Job, Reading, completion_of
 from cpmrt.sharing.loop_inbox import LoopInbox
 from cpmrt.sharing.text_stream import not_copied
+from cpmrt.tool_use.tool_choice import ToolChoice
 
 T = TypeVar("T")
 _MAKERS = 32
@@ -91,7 +92,7 @@ class AsyncLLM:
         params: SamplingParams | None = ...,
         *,
         tools: Sequence[Tool] | None = ...,
-        tool_choice: str = ...,
+        tool_choice: ToolChoice = ...,
         enable_thinking: bool | None = ...,
         allow_special_tokens: bool = ...,
         template_kwargs: Mapping[str, Any] | None = ...,
@@ -103,7 +104,7 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
         tools: Sequence[Tool] | None = ...,
-        tool_choice: str = ...,
+        tool_choice: ToolChoice = ...,
         enable_thinking: bool | None = ...,
         allow_special_tokens: bool = ...,
         template_kwargs: Mapping[str, Any] | None = ...,
@@ -115,7 +116,7 @@ class AsyncLLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool] | None = None,
-        tool_choice: str = "auto",
+        tool_choice: ToolChoice = "auto",
         enable_thinking: bool | None = None,
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,

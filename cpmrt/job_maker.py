@@ -24,7 +24,8 @@ from cpmrt.text.markers import marker_ids
 from cpmrt.text.messages import checked_tools
 from cpmrt.text.template_options import check_switch, template_variables
 from cpmrt.text.thinking import closings, opened_thought, opening_tokens, prompt_end_of
-from cpmrt.tool_use.calls import called_names, schemas_of
+from cpmrt.tool_use.calls import schemas_of
+from cpmrt.tool_use.tool_choice import ToolChoice, choice_by_name
 
 # What gives answers a form is imported for the first request that asks for one: few do.
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class JobMaker:
         from cpmrt.tool_use.blame import blamed, check_schemas
         from cpmrt.tool_use.grammars import format_of, grammar_of
 
-        schemas = {name: schema for name, schema in schemas_of(tools).items() if name in names or not names}
+        schemas = schemas_of(tools, names)
         check_schemas(tools, schemas)
         form = format_of(self.chat_template)
         grammar = grammar_of(form, schemas, self.tokenizer, one_call=one_call, instead=params.json_schema)
@@ -211,7 +212,7 @@ class JobMaker:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         tools: Sequence[Tool] | None,
-        tool_choice: str,
+        tool_choice: ToolChoice,
         numbers: Numbers | None = None,
         **options: Any,
     ) -> tuple[list[list[Generation]], bool]:
@@ -220,8 +221,8 @@ class JobMaker:
         `options` as for `chat_reader`. Raises RequestError, ContextLengthError.
         """
         tools = () if tool_choice == "none" else tuple(checked_tools(tools) or ())
-        called = called_names(tools, tool_choice)
-        if not self.may_offer(tools, called):
+        choice = choice_by_name(tool_choice, tuple(schemas_of(tools)))
+        if not self.may_offer(tools, choice.called):
             fix = 'pass tool_choice="required" or a tool\'s name, or leave them out'
             raise RequestError("tools: the chat template of this model has none", fix=fix)
         prompts = self.chat_prompts(messages, tools=tools or None, **options)
@@ -229,14 +230,16 @@ class JobMaker:
         def bound(own: Any) -> Any:
             own = SamplingParams() if own is None else own
             is_wrong = not isinstance(own, SamplingParams)  # which `groups` refuses
-            return own if is_wrong else self.calling(own, tools, called, one_call=tool_choice in called)
+            if is_wrong:
+                return own
+            return self.calling(own, tools, choice.called, one_call=choice.is_single, allowed=choice.allowed)
 
         params = [bound(own) for own in params] if isinstance(params, (list, tuple)) else bound(params)
         groups, are_several = self.groups(cast(Prompts, prompts), params, numbers)
         if tools:
-            schemas, shown_ids = schemas_of(tools), marker_ids(self.tokenizer)
+            schemas, shown_ids = schemas_of(tools, choice.allowed), marker_ids(self.tokenizer)
             for job in (job for group in groups for job in group):
-                job.schemas, job.shown_ids = schemas, shown_ids
+                job.schemas, job.only_known, job.shown_ids = schemas, bool(choice.allowed), shown_ids
                 job.thought_end = opened_thought(self.tokenizer, job.request.prompt_ids)
         return groups, are_several
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cpmrt.sharing.jobs import Generation, Job, Reading
     from cpmrt.sharing.shared_engine import SharedEngine
     from cpmrt.sharing.text_stream import TextStream
+    from cpmrt.tool_use.tool_choice import ToolChoice
 
 SAMPLING_HINTS = {
     **{each.name: f"pass params=SamplingParams({each.name}=...)" for each in fields(SamplingParams)},
@@ -203,7 +204,7 @@ class LLM:
         params: SamplingParams | None = ...,
         *,
         tools: Sequence[Tool] | None = ...,
-        tool_choice: str = ...,
+        tool_choice: ToolChoice = ...,
         enable_thinking: bool | None = ...,
         allow_special_tokens: bool = ...,
         template_kwargs: Mapping[str, Any] | None = ...,
@@ -216,7 +217,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = ...,
         *,
         tools: Sequence[Tool] | None = ...,
-        tool_choice: str = ...,
+        tool_choice: ToolChoice = ...,
         enable_thinking: bool | None = ...,
         allow_special_tokens: bool = ...,
         template_kwargs: Mapping[str, Any] | None = ...,
@@ -229,7 +230,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Tool] | None = None,
-        tool_choice: str = "auto",
+        tool_choice: ToolChoice = "auto",
         enable_thinking: bool | None = None,
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -242,8 +243,8 @@ class LLM:
         nobody can forge a turn; `allow_special_tokens` makes them count.
         `tools` are functions as the OpenAI API describes them; the answer's `tool_calls` are those that it calls. With
         the `tool_choice` "required" it calls one or more, and a tool's name makes it call that one, all in the model's
-        own format and with arguments that their schema allows; with "none" the model does not hear of any. "auto" is a
-        RequestError where the chat template has no place for tools.
+        own format and with arguments that their schema allows; with "none" the model does not hear of any, and with
+        OpenAI's object `allowed_tools` it calls no others. "auto" is an error if the chat template shows no tools.
 
             >>> llm.chat([{"role": "user", "content": "What does os.path.join do?"}]).text
         """

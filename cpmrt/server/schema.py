@@ -17,9 +17,9 @@ from cpmrt.engine import request_seed
 from cpmrt.server.answer_form import read_form
 from cpmrt.server.errors import ApiError, invalid, naming, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown, whole_numbers
-from cpmrt.server.tool_choice import read_tool_choice
 from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, check_unused
 from cpmrt.text.messages import arguments_in
+from cpmrt.tool_use.tool_choice import read_tool_choice
 
 MAX_PROMPTS = 128
 MAX_STOP = 1024
@@ -103,7 +103,7 @@ def read_chat(body: dict[str, Any], models: Sequence[str]) -> ChatRequest:
     check_model(fields, models)
     check_unused(fields, REFUSED_IN_CHATS)
     tools = read_tools(fields)
-    choice = read_tool_choice(fields, tools)
+    choice = read_tool_choice(fields.raw("tool_choice"), [tool["function"]["name"] for tool in tools])
     return ChatRequest(
         messages=read_messages(fields),
         tools=tools,

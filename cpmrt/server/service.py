@@ -181,9 +181,7 @@ class Service:
         self.engine.check_capacity(wanted.num_choices, "n")
         requests = choices_of(llm, ids, wanted)
         thought_end = opened_thought(llm.tokenizer, ids)
-        schemas = schemas_of(chat.tools) if chat.tools else None
-        if schemas and chat.allowed:
-            schemas = {name: schemas[name] for name in chat.allowed}
+        schemas = schemas_of(chat.tools, chat.allowed) if chat.tools else None
         bound = bound_format(llm, wanted, chat.called)
         make_text = partial(
             ChatText, thought_end, schemas, one_call=chat.one_call, bound=bound, calls_only=bool(chat.called),

@@ -46,6 +46,8 @@ class Generation:
     shown_ids: frozenset[int] = frozenset()
     schemas: Schemas | None = None
     """The schemas of the tools that it may call."""
+    only_known: bool = False
+    """Whether calls of other tools are text, as its prompt shows some that it may not call."""
     thought_end: str | None = None
     """The marker that ends the thought which its prompt has opened; nothing inside the thought is a call."""
     pieces: list[Piece] = field(default_factory=list)
@@ -88,7 +90,7 @@ class Generation:
     def _calls_in(self, text: str, schemas: Schemas) -> tuple[Call, ...]:
         from cpmrt.tool_use.finder import calls_in  # few requests have tools
 
-        return calls_in(text, schemas, self.thought_end)
+        return calls_in(text, schemas, self.thought_end, only_known=self.only_known)
 
 
 def completion_of(choices: Sequence[Generation]) -> Completion:

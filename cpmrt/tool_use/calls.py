@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cpmrt.errors import RequestError, quoted
@@ -21,8 +21,11 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """Function name -> JSON schema of its parameters."""
 
 
-def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
-    """Return the schemas of tools in the OpenAI API's form. Raises RequestError with the index of a malformed tool."""
+def schemas_of(tools: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) -> Schemas:
+    """Return the schemas of tools in the OpenAI API's form: of those of these names, or of all if there are none.
+
+    Raises RequestError with the index of a malformed tool.
+    """
     schemas = dict[str, Mapping[str, Any]]()
     for index, tool in enumerate(tools):
         function = tool.get("function")
@@ -34,25 +37,9 @@ def schemas_of(tools: Iterable[Mapping[str, Any]]) -> Schemas:
         if not isinstance(parameters, Mapping):
             expected, where = "a JSON schema (an object)", f"tools[{index}].function.parameters"
             raise RequestError(where, expected=expected, actual=quoted(parameters))
-        schemas[name] = parameters
+        if name in names or not names:
+            schemas[name] = parameters
     return schemas
-
-
-def called_names(tools: Iterable[Mapping[str, Any]], tool_choice: str) -> tuple[str, ...]:
-    """Return the names of the tools of which one must be called; none for auto and none.
-
-    Raises RequestError for a `tool_choice` that does not exist.
-    """
-    names = tuple(schemas_of(tools))
-    if tool_choice in ("auto", "none"):
-        return ()
-    if not names:
-        raise RequestError("tool_choice", expected="auto or none without tools", actual=quoted(tool_choice))
-    if tool_choice == "required":
-        return names
-    if tool_choice not in names:
-        raise RequestError("tool_choice", expected="auto | required | none | a tool's name", actual=quoted(tool_choice))
-    return (tool_choice,)
 
 
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -121,12 +121,14 @@ class CallFinder:
         return True
 
 
-def calls_in(text: str, schemas: Schemas, thought_end: str | None = None) -> tuple[Call, ...]:
-    """Return the calls in a complete answer, except those in its thought.
+def calls_in(
+    text: str, schemas: Schemas, thought_end: str | None = None, *, only_known: bool = False
+) -> tuple[Call, ...]:
+    """Return the calls in a complete answer, except those in its thought; `only_known` as for CallFinder.
 
     `thought_end` is the closing marker of a thought that the prompt has opened, None if it has opened none.
     """
-    finder = CallFinder(schemas)
+    finder = CallFinder(schemas, only_known=only_known)
     return tuple([*finder.push(_behind_thought(text, thought_end))[1], *finder.flush()[1]])
 
 

@@ -255,12 +255,39 @@ def test_python_has_the_calls_too(server):
     assert call.name == "get_weather"
     jsonschema.validate(json.loads(call.arguments), SCHEMAS["get_weather"])
     assert llm.chat(messages, SamplingParams(max_new_tokens=4), tools=TOOLS, tool_choice="none").tool_calls == ()
-    with pytest.raises(RequestError, match="tool_choice"):
+    with pytest.raises(RequestError, match="tool_choice: expected .* one of the tools by its name, .* got 'nothing'"):
         llm.chat(messages, tools=TOOLS, tool_choice="nothing")
     with pytest.raises(RequestError, match="expected auto or none without tools, got 'required'"):
         llm.chat(messages, tool_choice="required")
     with pytest.raises(RequestError, match="no other form"):
         llm.chat(messages, SamplingParams(regex="a"), tools=TOOLS, tool_choice="required")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_python_has_allowed_tools_too(server, monkeypatch, name):
+    maker, messages, params = server.engine.llm.maker, [{"role": "user", "content": "Weather?"}], SamplingParams()
+    (job,), _ = maker.chat_groups([messages], params, TOOLS, allowed("auto", name))
+    assert list(job[0].request.prompt_ids) == server.engine.llm.chat_prompt(messages, tools=TOOLS)
+    assert (list(job[0].schemas), job[0].only_known) == ([name], True)
+    bound = []
+    monkeypatch.setattr(maker, "groups", lambda prompts, params, numbers: (bound.append(params) or [], False))
+    named = {"type": "function", "function": {"name": name}}
+    for choice in (allowed("auto", name), allowed("required", name), name, named):
+        maker.chat_groups(messages, params, TOOLS, choice)
+    assert all([each for each in SCHEMAS if each in settings.grammar] == [name] for settings in bound)
+    assert [settings.grammar_trigger is not None for settings in bound] == [True, False, False, False]
+    assert bound[1] != bound[2] == bound[3]  # only a tool that is named itself is called once
+
+
+@pytest.mark.parametrize(("choice", "says"), [
+    (allowed("any", "get_climate"), "tool_choice.allowed_tools.mode: expected auto or required, got 'any'"),
+    (allowed("auto"), "tool_choice.allowed_tools.tools: expected an array of at least one tool"),
+    ({"type": "allowed_tools"}, "tool_choice.allowed_tools: expected an object with mode and tools, got None"),
+    ({"name": "get_climate"}, "tool_choice: expected auto, none, required, one of the tools by its name"),
+])  # fmt: skip
+def test_python_refuses_choices_of_another_form(server, choice, says):
+    with pytest.raises(RequestError, match=re.escape(says)):
+        server.engine.llm.chat([{"role": "user", "content": "?"}], tools=TOOLS, tool_choice=choice)
 
 
 @pytest.mark.parametrize(("tools", "says"), [

@@ -42,6 +42,9 @@ def test_a_thought_calls_nothing(opening: str, closing: str) -> None:
     assert calls_in(f"I could say {CALL} but", SCHEMAS, closing) == ()
     assert len(calls_in(f"I could say {CALL}{closing}{CALL}", SCHEMAS, closing)) == 1
     assert len(calls_in(f"Not a thought: {opening}{CALL}", SCHEMAS)) == 1
+    other = CALL.replace('"f"', '"g"')
+    assert [call.name for call in calls_in(other + CALL, SCHEMAS)] == ["g", "f"]
+    assert [call.name for call in calls_in(other + CALL, SCHEMAS, only_known=True)] == ["f"]
 
 
 @given(st.lists(st.sampled_from(MARKS), max_size=12).map("".join), CLOSINGS)
