@@ -58,13 +58,20 @@ def new_file(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(out: Path, kind: str) -> Iterator[Path]:
-    """Yield a path on the disk of `out`; the file or folder there is renamed to `out` at the end."""
+    """Yield a path on the disk of `out`; the file or folder there becomes `out` at the end.
+
+    What has come to `out` meanwhile stays: a link replaces nothing, and a renamed folder at most an empty one.
+    """
     check_new(out, kind)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-            yield Path(folder) / out.name
-            check_new(out, kind)  # what has come there meanwhile stays: a rename would replace a file
-            (Path(folder) / out.name).rename(out)
+            made = Path(folder) / out.name
+            yield made
+            try:
+                os.link(made, out)
+            except OSError:  # something is there, or `made` is a folder, or on a disk without hard links
+                check_new(out, kind)
+                made.rename(out)
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written: {reason_of(error)}",

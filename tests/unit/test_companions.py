@@ -3,7 +3,9 @@ others."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tiny_checkpoint import write_checkpoint
@@ -91,3 +93,31 @@ def test_a_file_that_has_come_meanwhile_stays(tmp_path: Path, new) -> None:
             partial.write_text("ours")
         out.write_text("of somebody else")
     assert list(tmp_path.iterdir()) == [out] and out.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("new", [new_file, new_folder])
+def test_a_file_that_comes_at_the_last_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new) -> None:
+    out = tmp_path / "out"
+
+    def behind_another(real):
+        def run(made, target):
+            out.write_text("of somebody else")
+            return real(made, target)
+
+        return run
+
+    monkeypatch.setattr(os, "link", behind_another(os.link))
+    monkeypatch.setattr(Path, "rename", behind_another(Path.rename))
+    with pytest.raises(ConfigError, match="out exists already; name a new"), new(out) as partial:
+        if new is new_file:
+            partial.write_text("ours")
+    assert list(tmp_path.iterdir()) == [out] and out.read_text() == "of somebody else"
+
+
+def test_a_file_appears_on_a_disk_without_hard_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, link in (("first", os.link), ("second", Mock(side_effect=PermissionError(1, "Operation not permitted")))):
+        monkeypatch.setattr(os, "link", link)
+        with new_file(tmp_path / name) as partial:
+            partial.write_text("ours")
+        assert (tmp_path / name).read_text() == "ours" and (tmp_path / name).stat().st_nlink == 1
+    assert len(list(tmp_path.iterdir())) == 2
