@@ -128,7 +128,7 @@ _SAMPLING_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_new_tokens": (token_limit, "N", "stop after this many tokens; none: when the context is full"),
     "temperature": (float, "T", "0 is greedy"),
     "top_k": (int, "K", "sample from the K most likely tokens; 0: all"),
-    "top_p": (float, "P", "sample from the most likely tokens of this total probability"),
+    "top_p": (float, "P", "sample from the most likely tokens of this total probability; 0 is greedy"),
     "min_p": (float, "P", "drop tokens less likely than P times the best"),
     "repetition_penalty": (float, "R", "divide the logits of tokens seen before; 1: off"),
     "presence_penalty": (float, "X", "subtract from the logits of tokens generated before"),

@@ -16,6 +16,8 @@ from cpmrt.keywords import checks_fields
 MAX_LOGPROBS = 20
 LOWEST_TEMPERATURE = 1e-30
 """Logits divided by less than this could overflow float32: such a temperature is greedy decoding."""
+LOWEST_TOP_P = 1e-9
+"""The best of any vocabulary's tokens alone has more probability than this: such a top_p is greedy decoding."""
 
 
 @checks_fields
@@ -24,10 +26,10 @@ class SamplingParams:
     """The sampling settings of a request. Raises RequestError on a value out of range; numbers may be NumPy's.
 
     `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `loop_penalty` None take the model's own
-    (`SamplingDefaults`); temperature 0 is greedy. With `max_new_tokens` None the answer goes on until the model ends it
-    or the context is full. `seed` None takes a hash of the engine's seed and the number of the request, so a run
-    repeats as a whole. The noise of a position depends on the seed and the position alone: requests with the same
-    explicit seed have the same noise. `n` answers of one prompt have different seeds.
+    (`SamplingDefaults`); temperature 0 is greedy, and so is top_p 0. With `max_new_tokens` None the answer goes on
+    until the model ends it or the context is full. `seed` None takes a hash of the engine's seed and the number of the
+    request, so a run repeats as a whole. The noise of a position depends on the seed and the position alone: requests
+    with the same explicit seed have the same noise. `n` answers of one prompt have different seeds.
 
     The answer ends before a string of `stop`; `stop_token_ids` and the model's own end tokens end it too, unless
     `ignore_eos` drops the latter. `logprobs` = n asks for the log-probabilities of the chosen token and of the n best.
@@ -106,7 +108,7 @@ class Sampling:
     """The sampling of one sequence as an executor carries it out, without open values.
 
     `SamplingParams.with_defaults` makes it from checked values. A temperature that is too small to divide by becomes 0,
-    greedy.
+    greedy, and so does that beside a top_p that leaves only the best token.
     """
 
     temperature: float = 0.0
@@ -120,15 +122,17 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < LOWEST_TEMPERATURE:
+        if self.temperature < LOWEST_TEMPERATURE or self.top_p < LOWEST_TOP_P:
             object.__setattr__(self, "temperature", 0.0)
+        if self.top_p < LOWEST_TOP_P:
+            object.__setattr__(self, "top_p", 1.0)
 
 
 _RANGES: dict[str, tuple[type[int] | type[float], float, float, str]] = {
     "max_new_tokens": (int, 1, 2**31 - 1, "an integer from 1 to 2147483647, or none for as many as fit"),
     "temperature": (float, 0.0, 1e6, "a number in [0, 1000000]"),
     "top_k": (int, 0, 2**31 - 1, "an integer from 0 (off) to 2147483647"),
-    "top_p": (float, 1e-9, 1.0, "a number in [1e-9, 1]"),
+    "top_p": (float, 0.0, 1.0, "a number in [0, 1]"),
     "min_p": (float, 0.0, 1.0, "a number in [0, 1]"),
     "repetition_penalty": (float, 1e-3, 1e3, "a number in [0.001, 1000] (1: off)"),
     "presence_penalty": (float, -100.0, 100.0, "a number in [-100, 100]"),

@@ -67,7 +67,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     found = {
         "temperature": _within(fields, "temperature", 0.0, 1e6),
         "top_k": fields.integer("top_k", None, low=-1),
-        "top_p": _within(fields, "top_p", 1e-9, 1.0),
+        "top_p": _within(fields, "top_p", 0.0, 1.0),
         "min_p": _within(fields, "min_p", 0.0, 1.0),
         "repetition_penalty": _within(fields, "repetition_penalty", 1e-3, 1e3),
     }

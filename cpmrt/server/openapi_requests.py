@@ -41,7 +41,7 @@ _OWN = "Default: the model's own, see sampling_defaults in /v1/models"
 _SHARED: Schema = {
     "model": ref("ModelName") | {"description": "A name in /v1/models, or nothing"},
     "temperature": optional("number", minimum=0, maximum=1e6, description=_OWN),
-    "top_p": optional("number", minimum=1e-9, maximum=1, description=_OWN),
+    "top_p": optional("number", minimum=0, maximum=1, description=_OWN),
     "top_k": optional("integer", minimum=-_HIGHEST, maximum=2**31 - 1, description=_OWN),
     "min_p": optional("number", minimum=0, maximum=1, description=_OWN),
     "repetition_penalty": optional("number", minimum=0.001, maximum=1000, description=_OWN),

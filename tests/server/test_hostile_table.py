@@ -25,8 +25,8 @@ CHAT_FIELDS = [
     # numbers
     ({"temperature": -0.1}, 400), ({"temperature": 1e300}, 400), ({"temperature": "1"}, 400),
     ({"temperature": True}, 400),
-    ({"temperature": []}, 400), ({"temperature": 10**400}, 400), ({"temperature": 1e-320}, 200), ({"top_p": 0}, 400),
-    ({"top_p": 1.0001}, 400), ({"top_p": -1}, 400), ({"top_p": 1e-300}, 400), ({"top_p": {}}, 400),
+    ({"temperature": []}, 400), ({"temperature": 10**400}, 400), ({"temperature": 1e-320}, 200), ({"top_p": 0}, 200),
+    ({"top_p": 1.0001}, 400), ({"top_p": -1}, 400), ({"top_p": 1e-300}, 200), ({"top_p": {}}, 400),
     ({"min_p": -1}, 400),
     ({"min_p": 2}, 400), ({"top_k": 2**31}, 400), ({"top_k": 1.5}, 400), ({"top_k": -(2**40)}, 200),
     ({"top_k": 2**63}, 400),

@@ -64,6 +64,13 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(client):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_a_top_p_of_zero_is_greedy(client):
+    fields = {"model": "demo", "messages": ASK, "max_tokens": 6}
+    sampled = client.chat.completions.create(**fields, temperature=2.0, seed=3, top_p=0)
+    greedy = client.chat.completions.create(**fields, temperature=0)
+    assert sampled.choices[0].message.content == greedy.choices[0].message.content
+
+
 def test_several_choices_have_seeds_of_their_own(client):
     fields = {"model": "demo", "messages": ASK, "max_tokens": 6, "temperature": 2.0, "seed": 3}
     answer = client.chat.completions.create(**fields, n=3)
@@ -261,7 +268,7 @@ def test_without_tools_their_marks_are_text(says_client):
 @pytest.mark.parametrize(("fields", "error", "param"), [
     ({"model": "gpt-4"}, openai.NotFoundError, "model"),
     ({"temperature": -1}, openai.BadRequestError, "temperature"),
-    ({"top_p": 0}, openai.BadRequestError, "top_p"),
+    ({"top_p": -0.1}, openai.BadRequestError, "top_p"),
     ({"top_logprobs": 3}, openai.BadRequestError, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, openai.BadRequestError, "top_logprobs"),
     ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),

@@ -143,7 +143,7 @@ MISTAKES = [
     Mistake("infinite temperature", [*GP, "--temperature", "inf"], "--temperature: expected"),
     Mistake("temperature that is no number", [*GP, "--temperature", "nan"], "--temperature: expected"),
     Mistake("negative top-k", [*GP, "--top-k", "-1"], "--top-k: expected"),
-    Mistake("top-p of nothing", [*GP, "--top-p", "0"], "--top-p: expected"),
+    Mistake("negative top-p", [*GP, "--top-p", "-0.1"], "--top-p: expected"),
     Mistake("min-p above one", [*GP, "--min-p", "2"], "--min-p: expected"),
     Mistake("zero repetition penalty", [*GP, "--repetition-penalty", "0"], "--repetition-penalty: expected"),
     Mistake("empty stop string", [*GP, "--stop", ""], "--stop: expected non-empty strings"),

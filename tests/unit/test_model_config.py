@@ -307,7 +307,7 @@ def test_what_makes_answers_faster_and_the_same_is_on_by_default():
 
 @pytest.mark.parametrize("changes", [
     {"max_new_tokens": 0}, {"max_new_tokens": 1.5}, {"temperature": -1}, {"temperature": float("nan")},
-    {"temperature": "hot"}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": 2.0},
+    {"temperature": "hot"}, {"top_k": -1}, {"top_p": -0.1}, {"top_p": 1.1}, {"min_p": 2.0},
     {"repetition_penalty": 0}, {"presence_penalty": float("inf")}, {"frequency_penalty": None}, {"seed": 2**64},
     {"seed": 1.0}, {"stop": 3}, {"stop": [""]}, {"stop": [b"x"]}, {"stop_token_ids": [-1]}, {"stop_token_ids": ["a"]},
     {"top_k": 10**400}, {"temperature": 10**400}, {"stop_token_ids": [True]}, {"logprobs": 21}, {"logprobs": True},

@@ -16,8 +16,10 @@ from tiny_checkpoint import write_checkpoint
 from cpmrt import LLM, SamplingParams
 from cpmrt.config import Sampling, SamplingDefaults
 from cpmrt.config.form import MAX_FORM_BYTES
+from cpmrt.config.sampling import LOWEST_TOP_P
 from cpmrt.engine import request_seed
 from cpmrt.errors import ConfigError, RequestError, quoted
+from cpmrt.reference.sampling import keep_mask
 from cpmrt.weights.model_folder import ModelFolder
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -56,7 +58,7 @@ def test_generation_config_says_what_the_default_is(given, expected):
 
 @pytest.mark.parametrize(("key", "value"), [
     ("temperature", "hot"), ("temperature", -0.5), ("temperature", float("nan")), ("temperature", True),
-    ("temperature", 10**400), ("top_p", 0), ("top_p", 1.5), ("top_k", 2.5), ("top_k", -2), ("min_p", 2),
+    ("temperature", 10**400), ("top_p", -0.1), ("top_p", 1.5), ("top_k", 2.5), ("top_k", -2), ("min_p", 2),
     ("repetition_penalty", 0), ("do_sample", "yes"), ("top_p", [0.9]),
 ])  # fmt: skip
 def test_a_bad_default_names_file_key_and_what_was_expected(key, value):
@@ -282,10 +284,21 @@ def test_a_set_is_taken_in_one_order():
     assert (asked.stop, asked.stop_token_ids) == (("a", "b", "c"), (9, 10, 2**30))
 
 
-def test_the_error_for_a_small_top_p_names_the_range_that_is_checked():
-    assert SamplingParams(top_p=1e-9).top_p == 1e-9
-    with pytest.raises(RequestError, match=r"top_p: expected a number in \[1e-9, 1\], got 1e-10"):
-        SamplingParams(top_p=1e-10)
+@pytest.mark.parametrize("top_p", [0, 0.0, 1e-300, 1e-10])
+def test_a_top_p_that_only_the_best_token_can_reach_is_greedy(top_p):
+    own = SamplingDefaults(temperature=0.8, top_k=40)
+    assert SamplingParams(top_p=top_p).with_defaults(own) == Sampling(0.0, top_k=40)
+    assert SamplingParams().with_defaults(defaults_of({"top_p": top_p})) == Sampling(0.0)
+    assert SamplingParams(top_p=1e-9, temperature=0.5).with_defaults() == Sampling(0.5, top_p=1e-9)
+    with pytest.raises(RequestError, match=r"top_p: expected a number in \[0, 1\], got -1e-10"):
+        SamplingParams(top_p=-1e-10)
+
+
+def test_the_sampler_keeps_the_best_token_alone_for_the_lowest_top_p():
+    """The bound below which a top_p is greedy changes no answer: above it the filter keeps as little."""
+    logits = np.zeros(1_000_000, np.float32)
+    logits[7] = 1e-3  # hardly better than a million others
+    assert np.flatnonzero(keep_mask(logits, Sampling(1.0, top_p=LOWEST_TOP_P))).tolist() == [7]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-39, 1e-38, 1e-31])
