@@ -12,16 +12,6 @@ DEVICE uint4 load16_streamed(const void* source) {
   return v;
 }
 
-// Loads 16 bytes of weights at this place in the program, not kept in L1, with a hint to bring whole lines of 128 bytes to the L2.
-DEVICE uint4 load16_lines_now(const void* source) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source)
-               : "memory");
-  return v;
-}
-
 // Loads at this place in the program, past the L1. The compiler would move an ordinary load to its first use, which may lie behind
 // pdl_wait or behind the use of another load.
 DEVICE int load_now(const int* source) {
