@@ -255,9 +255,9 @@ def _memory_of_round(
 ) -> tuple[int, int | None]:
     """Return the bytes of shared memory of a block of one row with one round, and its `held_chunks`.
 
-    Of a small model gate_up, down and the attention of the next layer all ask for weights ahead. A block of gate_up has
-    room beside one of down if either takes less than half of a multiprocessor, with what registers can hold. Blocks
-    that are fewer than the multiprocessors without attention each get another one.
+    Of a small model all products of a layer ask for weights ahead. Blocks of gate_up and down have room beside each
+    other where both hold part of their weights in registers. Where there is a multiprocessor without attention for
+    each block, they ask for so much shared memory that no two share one.
     """
     fixed, stage, whole = _fixed_bytes(constants), _WARPS * _CHUNK_BYTES, _whole_bytes(constants, 1)
     chunks = constants.group * _own_units(constants.in_features, constants.cluster)
