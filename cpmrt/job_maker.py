@@ -23,13 +23,12 @@ from cpmrt.text import ChatTemplate, ThoughtEnd, Tokenizer
 from cpmrt.text.markers import marker_ids
 from cpmrt.text.messages import checked_tools
 from cpmrt.text.template_options import check_switch, template_variables
-from cpmrt.text.thinking import closings, opened_thought, opening_tokens, prompt_end_of
+from cpmrt.text.thinking import closings, opened_thought, prompt_end_of
 from cpmrt.tool_use.calls import schemas_of
 from cpmrt.tool_use.tool_choice import ToolChoice, choice_by_name
 
-# What gives answers a form is imported for the first request that asks for one: few do.
 if TYPE_CHECKING:
-    from cpmrt.grammar import Grammars
+    from cpmrt.answer_forms import AnswerForms
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 Prompt = str | TokenIds
@@ -128,37 +127,14 @@ class JobMaker:
             return params
         if is_free and (self.tokenizer is None or missing_packages("grammar") or not self.engine.limits.takes_masks):
             return params
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer", fix="leave out tool_choice")
         try:
-            return self._bound(params, tools, called or allowed, one_call=one_call, is_free=is_free)
+            return self.forms.calling(params, tools, called or allowed, one_call=one_call, is_free=is_free)
         except RequestError:
             if is_free:
                 return params
             raise
-
-    def _bound(
-        self, params: SamplingParams, tools: Sequence[Tool], names: Sequence[str], *, one_call: bool, is_free: bool
-    ) -> SamplingParams:
-        """Return settings with a compiled grammar of calls of the tools of these names, or of all if there are none.
-
-        With `is_free` it applies from the start of a call on.
-        """
-        if self.tokenizer is None:
-            raise RequestError("the checkpoint has no tokenizer", fix="leave out tool_choice")
-        from cpmrt.tool_use.blame import blamed, check_schemas
-        from cpmrt.tool_use.grammars import format_of, grammar_of
-
-        schemas = schemas_of(tools, names)
-        check_schemas(tools, schemas)
-        form = format_of(self.chat_template)
-        grammar = grammar_of(form, schemas, self.tokenizer, one_call=one_call, instead=params.json_schema)
-        trigger = form.start if is_free else None
-        try:
-            bound = replace(params, json_schema=None, grammar=grammar, grammar_trigger=trigger)
-            assert bound.form is not None
-            (self.grammars.trigger if is_free else self.grammars.matcher)(bound.form)
-        except RequestError as refusal:
-            raise blamed(refusal, grammar, tools, tuple(schemas)) from None
-        return bound
 
     def may_offer(self, tools: Sequence[Tool], called: Sequence[str]) -> bool:
         """Tell whether the model can call these tools: the template shows them, or a grammar forces `called`."""
@@ -354,23 +330,15 @@ class JobMaker:
             return {}
         if self.tokenizer is None:
             raise RequestError(f"SamplingParams.{form.kind} needs a tokenizer", fix="leave it out")
-        from cpmrt.grammar import Thought
-
-        closing = opened_thought(self.tokenizer, prompt_ids, num_begun)
-        end = (closing or "").encode()
-        if form.trigger:
-            return {"trigger": self.grammars.trigger(form, end)}
-        may_think = params.max_thinking_tokens is not None and closing is None
-        thought = Thought(end, opening_tokens(self.tokenizer) if may_think else ())
-        return {"matcher": self.grammars.matcher(form, thought)}
+        return self.forms.request_fields(prompt_ids, params, num_begun)
 
     @cached_property
-    def grammars(self) -> Grammars:
-        """The compiler of the forms that requests give their answers."""
-        from cpmrt.grammar import Grammars
+    def forms(self) -> AnswerForms:
+        """What gives answers a form; the model must have a tokenizer."""
+        from cpmrt.answer_forms import AnswerForms
 
         assert self.tokenizer is not None
-        return Grammars(self.tokenizer, self._end_token_ids())
+        return AnswerForms(self.tokenizer, self.chat_template, self._end_token_ids())
 
     def _thinking_budget(self, ids: tuple[int, ...], params: SamplingParams, num_begun: int) -> ThinkingBudget | None:
         if params.max_thinking_tokens is None:

@@ -164,7 +164,7 @@ def _best_rate(
 
 def _first_masks(llm: LLM) -> None:
     """Print the time from a schema to the mask of its first token, for 300 schemas, after the vocabulary was read."""
-    grammars, times = llm.maker.grammars, []
+    grammars, times = llm.maker.forms.grammars, []
     grammars.prepare()
     for schema in schemas(300, seed=1):
         form = SamplingParams(json_schema=schema).form

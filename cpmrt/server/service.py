@@ -258,7 +258,7 @@ def _prepared(load: Callable[[], LLM]) -> LLM:
         llm.tokenizer.control_tokens.prepare()
         if not missing_packages("grammar"):
             with suppress(RequestError):  # a model without an end token; a request for a form will hear of it
-                llm.maker.grammars.prepare()
+                llm.maker.forms.grammars.prepare()
     return llm
 
 

@@ -344,7 +344,7 @@ def test_masks_at_the_same_time_change_no_answer_and_no_error(llm, monkeypatch):
     monkeypatch.setattr(MaskThreads, "masks", lambda self, found: rows.append(len(found)) or masks(self, found))
     with LLM(executor="reference", max_sequences=16, max_context=512) as own:
         for params in wanted:
-            own.maker.grammars.matcher(params.form, grammars.Thought())
+            own.maker.forms.grammars.matcher(params.form, grammars.Thought())
         failed = own.stream(PROMPT, failing)
         streams = [own.stream(PROMPT, params) for params in wanted]
         with pytest.raises(FormError, match="cannot be followed"):
@@ -468,11 +468,11 @@ def test_without_the_package_the_error_names_it(llm, monkeypatch):
 def test_the_first_mask_of_a_new_schema_is_soon_there(llm):
     """From a new schema to the mask of the first token the median time is at most 15 ms, more on a slow machine."""
     maker = llm.maker
-    maker.grammars.prepare()
+    maker.forms.grammars.prepare()
     times = []
     for schema in schemas(40, seed=9):
         form = SamplingParams(json_schema=schema).form
         begun = perf_counter()
-        maker.grammars.matcher(form, grammars.Thought())().allowed()
+        maker.forms.grammars.matcher(form, grammars.Thought())().allowed()
         times.append(perf_counter() - begun)
     assert sorted(times)[20] < 0.015 * slowness(perf_counter)

@@ -117,7 +117,7 @@ def test_calls_bind_where_they_begin(family, tmp_path):
         params = llm.maker.calling(SamplingParams(), TOOLS, ())
         assert params.grammar_trigger == MARKERS[family] and params.form is not None
         for text, opens in (("Let me see. ", b""), ("a tool would help</think>", b"</think>")):
-            make = llm.maker.grammars.trigger(params.form, opens)
+            make = llm.maker.forms.grammars.trigger(params.form, opens)
             begun = text + "\n" + MARKERS[family]
             for tokens in (llm.tokenizer.encode(begun, add_special_tokens=False), pieces(llm, begun)):
                 number, bound = bound_at(make(), tokens)
@@ -126,7 +126,7 @@ def test_calls_bind_where_they_begin(family, tmp_path):
                 bound.matcher.accept(rest)
                 assert bound.matcher.allowed() is not None and rest, "the form goes on behind the marker"
         inside = llm.tokenizer.encode(f"I may write {MARKERS[family]} or not", add_special_tokens=False)
-        assert bound_at(llm.maker.grammars.trigger(params.form, b"</think>")(), inside) is None
+        assert bound_at(llm.maker.forms.grammars.trigger(params.form, b"</think>")(), inside) is None
 
 
 @pytest.mark.parametrize("before", ["", "\n ", "\n" * 40])
@@ -137,17 +137,17 @@ def test_a_thought_that_the_answer_begins_with_may_say_the_trigger(llm, thought,
     opening, closing = thought
     begun = f"{before}{opening}I may write <t> or not"
     for tokens_of in (partial(llm.tokenizer.encode, add_special_tokens=False), partial(pieces, llm)):
-        trigger = llm.maker.grammars.trigger(params.form)()
+        trigger = llm.maker.forms.grammars.trigger(params.form)()
         assert bound_at(trigger, tokens_of(begun)) is None
         assert bound_at(trigger, tokens_of(f"{closing} so: ")) is None
         assert bound_at(trigger, tokens_of("<t>")) is not None
         for free in (f"{before}<thin", f"a {opening}", f"{before}<", ""):
-            assert bound_at(llm.maker.grammars.trigger(params.form)(), tokens_of(f"{free} <t>")) is not None
+            assert bound_at(llm.maker.forms.grammars.trigger(params.form)(), tokens_of(f"{free} <t>")) is not None
 
 
 def test_a_trigger_may_be_the_marker_of_a_thought(llm):
     params = SamplingParams(grammar='start: "<think>" "x"', grammar_trigger="<think>")
-    trigger = llm.maker.grammars.trigger(params.form)()
+    trigger = llm.maker.forms.grammars.trigger(params.form)()
     assert bound_at(trigger, llm.tokenizer.encode("<think>", add_special_tokens=False)) is not None
 
 
@@ -155,7 +155,7 @@ def test_a_token_that_goes_wrong_behind_the_marker_is_taken_back(llm):
     """The last token of "<tool_call>" is taken back if it says more than the grammar allows."""
     grammar = grammar_of(HERMES, schemas_of(TOOLS), llm.tokenizer, one_call=True)
     form = SamplingParams(grammar=grammar, grammar_trigger=HERMES.start).form
-    trigger = llm.maker.grammars.trigger(form)()
+    trigger = llm.maker.forms.grammars.trigger(form)()
     tokenizer = llm.tokenizer
     wrong = next(
         token for token in range(llm.config.vocab_size)

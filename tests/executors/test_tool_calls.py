@@ -85,5 +85,5 @@ def test_arguments_are_an_object_even_where_a_schema_allows_more(llm):
     """Arguments are an object even if the schema allows null; so here the whole call is certain."""
     schema = {"type": ["null", "object"], "properties": {"a": {"enum": [1]}}, "required": ["a"]}
     params = SamplingParams(grammar=grammar_of(HERMES, {"f": schema}, llm.tokenizer, one_call=True))
-    forced = llm.maker.grammars.matcher(params.form, Thought())().forced()
+    forced = llm.maker.forms.grammars.matcher(params.form, Thought())().forced()
     assert b'"arguments": {"a": 1}' in b"".join(map(llm.tokenizer.written_bytes, forced))

@@ -53,7 +53,7 @@ def llm():
 
 def accepts(llm, tools, text):
     params = SamplingParams(grammar=grammar_of(XML, tools, llm.tokenizer, one_call=True))
-    matcher = llm.maker.grammars.matcher(params.form, Thought())()
+    matcher = llm.maker.forms.grammars.matcher(params.form, Thought())()
     try:
         matcher.accept([*llm.tokenizer.encode(text, add_special_tokens=False), llm.tokenizer.eos_token_ids[0]])
     except FormError:

@@ -232,7 +232,7 @@ def test_a_schema_leaves_room_for_calls(client, server):
         assert json.loads(choice.message.content) in ("rain", "sun")
     llm = server.engine.llm
     bound = llm.maker.calling(SamplingParams(json_schema={"enum": ["rain"]}), TOOLS, ())
-    allowed = llm.maker.grammars.matcher(bound.form, Thought())().allowed()
+    allowed = llm.maker.forms.grammars.matcher(bound.form, Thought())().allowed()
     firsts = {llm.tokenizer.written_bytes(token)[:1] for token in range(4096) if allowed[token // 8] >> token % 8 & 1}
     assert firsts == {b"<", b'"'}
 
