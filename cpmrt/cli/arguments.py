@@ -279,6 +279,7 @@ def setting_options() -> dict[str, str]:
     names = (*_ENGINE_OPTIONS, *others, *sampling)
     options = {name: f"--{name.rpartition('.')[2].replace('_', '-')}" for name in names}
     options["SamplingParams.stop_token_ids"] = "--stop-token-id"
+    options["speculate: lookup_length"] = "--draft-lookup"  # what a tree calls the key `lookup`
     return options | {f"speculate: {key}": option for option, (key, *_) in _DRAFT_OPTIONS.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from cpmrt.caller_warnings import CpmrtWarning
 from cpmrt.cli.arguments import setting_options
 from cpmrt.cli.output import printable
 from cpmrt.errors import CpmrtError
@@ -22,8 +23,8 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 # An error begins with the setting that is wrong; that of a draft may stand behind the name of a file.
-_SUBJECT = re.compile(rf"^{_any_of(_WORDS)}(?=:|$)|(?:^|(?<=: )){_any_of(_NAMES)}\b")
-_MENTION = re.compile(rf"(?<![\w./'\"-])(?:{_any_of(_WORDS)}(?==)|{_any_of(_MENTIONED.keys() - set(_WORDS))}\b)")
+_SUBJECT = re.compile(rf"^{_any_of(_WORDS)}(?=:|$)|(?:^|(?<=: )){_any_of(_NAMES)}\b(?!/)")
+_MENTION = re.compile(rf"(?<![\w./'\"-])(?:{_any_of(_WORDS)}(?==)|{_any_of(_MENTIONED.keys() - set(_WORDS))}\b(?!/))")
 
 
 def error_line(error: CpmrtError) -> str:
@@ -35,8 +36,9 @@ def error_line(error: CpmrtError) -> str:
 
 
 def warning_line(message: Warning | str) -> str:
-    """Return the line that tells of a Python warning."""
-    return f"cpmrt: warning: {printable(_naming(str(message)))}"
+    """Return the line that tells of a Python warning; that of another library is shown as it is."""
+    text = str(message)
+    return f"cpmrt: warning: {printable(_naming(text) if isinstance(message, CpmrtWarning) else text)}"
 
 
 def _beginning(text: str) -> str:

@@ -60,7 +60,8 @@ def new_file(out: Path) -> Iterator[Path]:
 def _partial(out: Path, kind: str) -> Iterator[Path]:
     """Yield a path on the disk of `out`; the file or folder there becomes `out` at the end.
 
-    What has come to `out` meanwhile stays: a link replaces nothing, and a renamed folder at most an empty one.
+    What has come to `out` meanwhile stays: on a disk with hard links nothing replaces it, elsewhere it is looked for
+    once more before a file is renamed.
     """
     check_new(out, kind)
     try:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from cpmrt.errors import RequestError, quoted
 
-ToolChoice = str | Mapping[str, Any]
-"""A word, a tool's name, or an object as the OpenAI API has it."""
+ToolChoice = str | Mapping[str, Any] | None
+"""A word, a tool's name, or an object as the OpenAI API has it; None stands for auto."""
 _WORDS = ("auto", "none", "required")
 
 
@@ -25,7 +25,7 @@ class ChosenTools(NamedTuple):
 
 def choice_by_name(choice: ToolChoice, names: Sequence[str]) -> ChosenTools:
     """Read a choice that may also be the bare name of a tool, among tools of these names. Raises RequestError."""
-    if not names and choice not in ("auto", "none"):
+    if not names and choice not in (None, "auto", "none"):
         raise RequestError("tool_choice", expected="auto or none without tools", actual=quoted(choice))
     is_name = isinstance(choice, str) and choice not in _WORDS
     return read_tool_choice({"type": "function", "function": {"name": choice}} if is_name else choice, names)
@@ -42,7 +42,7 @@ def read_tool_choice(choice: object, names: Sequence[str]) -> ChosenTools:
     name = _name(choice)
     if name not in names:
         expected = "auto, none, required, one of the tools by its name, or allowed_tools"
-        raise RequestError("tool_choice", expected=expected, actual=quoted(name or choice))
+        raise RequestError("tool_choice", expected=expected, actual=quoted(choice if name is None else name))
     return ChosenTools((str(name),), is_single=True)
 
 
@@ -61,7 +61,8 @@ def _allowed(among: object, names: Sequence[str]) -> ChosenTools:
         name = _name(tool)
         if name not in names:
             expected = "one of the tools by its name"
-            raise RequestError(f"{where}.tools[{index}]", expected=expected, actual=quoted(name or tool))
+            actual = quoted(tool if name is None else name)
+            raise RequestError(f"{where}.tools[{index}]", expected=expected, actual=actual)
         allowed[str(name)] = None
     return ChosenTools(tuple(allowed) if mode == "required" else (), tuple(allowed))
 

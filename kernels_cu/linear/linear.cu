@@ -25,7 +25,7 @@
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(TOKEN_TILES) || \
     !defined(HALF_TILE) || !defined(GROUP) || !defined(CLUSTER) || !defined(SPLIT_WARPS) || !defined(NORM) || \
     !defined(SMEM_BYTES) || (LINEAR != 2 && defined(FATRELU)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH)) || \
-    (TOKEN_TILES != 1 && defined(ONE_ROW)) || (!defined(ONE_ROW) && defined(HELD_CHUNKS)) || (CLUSTER != 1 && defined(ROWS_FIRST))
+    (TOKEN_TILES != 1 && defined(ONE_ROW)) || (TOKEN_TILES != 1 && defined(HELD_CHUNKS)) || (CLUSTER != 1 && defined(ROWS_FIRST))
 #error "a constant is not defined, or not for this product"
 #endif
 #include "activations.cuh"

@@ -95,12 +95,13 @@ def early_accesses(file: str, cubin: Path) -> list[str]:
     """Return the plain loads and stores before the wait, of all functions, that are not allowed. Copies to shared
     memory do not count.
 
-    Data that may be read early is read past the L1, which marks its loads as strong; loads of the query are plain.
+    Data that may be read early is read past the L1, which marks its loads as strong; loads of the query are plain, and
+    only weights are loaded without a place in the L1 (NA).
     Loads of old compressed keys are plain too: at most OLD_KEYS_LOADS of them are allowed.
     """
     wrong = r"\b(STG?|LD|LDG)\."
     if file in READ_OLD_DATA_EARLY:
-        wrong = r"\bSTG?\.|\bLDG?\.(?!.*STRONG\.GPU)"
+        wrong = r"\bSTG?\.|\bLDG?\.(?!.*STRONG\.GPU)(?!E\.NA\.)"
     found = []
     for name, code, wait in functions(cubin):
         early = [line for line in code[:wait] if re.search(wrong, line)]

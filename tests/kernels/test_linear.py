@@ -4,7 +4,7 @@ guards."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ from cpmrt.cuda.ops.linear import BLOCK_THREADS, ROW_BUCKETS, LinearPlan, plan_l
 from cpmrt.dtypes import DType, round_to, to_float32
 from cpmrt.ops import OPS
 from cpmrt.reference.ops import linear, rms_norm
-from cpmrt.tensor_spec import Product
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 ROWS = [1, 2, 5, 8, 9, 12, 13, 16, 31, 32, 33, 64]
@@ -107,14 +106,15 @@ class Launcher(OnDevice):
         self.weight = cuda.array(case.arrays["weight"], case.dtype)
         self.path = {"CPMRT_PORTABLE": 1} if portable else {}
 
-    def run(self, num_rows: int, *, pdl: bool = False, raw: bool = False) -> Any:
+    def run(self, num_rows: int, *, pdl: bool = False, raw: bool = False, comes_ahead: bool = False) -> Any:
         """Run the product and return its words; with `raw` a qkv product stores its plain rows, without pages."""
         case, has_norm = self.case, self.case.arrays["norm"] is not None
         outputs = (self.poisoned(65, case.out_features),) if raw else self.outputs(num_rows)
         product = self.product(num_rows, (*outputs, None, None) if raw else outputs)
         plan = plan_linear(
-            case.product, self.weight.shape, num_rows, self.on, has_norm=has_norm, head_dim=case.head_dim
-        )
+            case.product, self.weight.shape, num_rows, self.on,
+            has_norm=has_norm, head_dim=case.head_dim, comes_ahead=comes_ahead,
+        )  # fmt: skip
         sizes = macros_of(product.built(plan.constants))
         kernel = self.cuda.kernel(f"linear_{case.product}", case.dtype, **sizes, **self.path)
         arguments = product.arguments(product.x, (self.weight,))
@@ -236,15 +236,15 @@ def test_the_order_of_a_sum_does_not_depend_on_the_rows(name: str, device: Devic
         assert device.capability >= 90 or plan.constants.cluster == 1
 
 
-def plan_of_row(name: str, device: Device) -> LinearPlan:
-    return plan_linear(SHAPES[name][0], SHAPES[name][1:3], 1, device)
+def plan_of_row(name: str, device: Device, *, comes_ahead: bool) -> LinearPlan:
+    return plan_linear(SHAPES[name][0], SHAPES[name][1:3], 1, device, comes_ahead=comes_ahead)
 
 
 def test_blocks_of_a_small_models_row_ask_for_weights_side_by_side() -> None:
     """With one row of the 0.5B, a block of gate_up has room on a multiprocessor beside one of o or down, though both
     hold only three quarters of their weights in shared memory. Two blocks of gate_up have room, too, for when attention
     holds other multiprocessors, two of down have not, and o leaves most multiprocessors to them."""
-    o, gate_up, down = (plan_of_row(f"0.5B {name}", H200) for name in ("o", "gate_up", "down"))
+    o, gate_up, down = (plan_of_row(f"0.5B {name}", H200, comes_ahead=True) for name in ("o", "gate_up", "down"))
     taken = [plan.constants.smem_bytes for plan in (o, gate_up, down)]
     assert taken[1] + max(taken[0], taken[2]) <= H200.shared_bytes_per_block
     assert taken[1] < H200.lone_block_bytes == taken[2]
@@ -252,16 +252,36 @@ def test_blocks_of_a_small_models_row_ask_for_weights_side_by_side() -> None:
     assert [plan.grid for plan in (o, gate_up, down)] == [32, 128, 64]
 
 
-@pytest.mark.parametrize(
-    "shape", [("gate_up", (9216, 1536)), ("residual", (1536, 4608)), ("residual", (1536, 1536))], ids=str
-)
-def test_no_registers_hold_weights_where_those_of_an_mlp_have_no_room(shape: tuple[Product, tuple[int, int]]) -> None:
-    assert not plan_linear(*shape, 1, H200).constants.held_chunks
+def test_blocks_of_one_row_find_room_beside_those_of_the_product_before() -> None:
+    """Where it does not come ahead, a block of gate_up fits on a multiprocessor beside one of o, and so do two of
+    gate_up."""
+    o, gate_up = (plan_of_row(f"0.5B {name}", H200, comes_ahead=False).constants for name in ("o", "gate_up"))
+    assert o.smem_bytes + gate_up.smem_bytes <= H200.shared_bytes_per_block
+    assert gate_up.smem_bytes < H200.lone_block_bytes
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name.startswith("0.5B")])
-def test_weights_are_streamed_where_no_kernel_starts_early(name: str) -> None:
-    assert all(plan_of_row(name, device).constants.held_chunks is None for device in (ORIN, RTX_4090))
+def test_a_small_models_weights_are_streamed_where_nothing_comes_ahead(name: str) -> None:
+    assert plan_of_row(name, H200, comes_ahead=False).constants.held_chunks is None
+    for device in (ORIN, RTX_4090, replace(H200, arch="sm_100", capability=100)):
+        assert plan_of_row(name, device, comes_ahead=True).constants.held_chunks is None
+
+
+@pytest.mark.parametrize(("shape", "held"), [((1536, 1536), 0), ((1536, 4608), 0), ((4096, 4096), None)])
+def test_a_wider_models_weights_are_asked_for_before_the_row_if_shared_memory_has_room(
+    shape: tuple[int, int], held: int | None
+) -> None:
+    assert plan_linear("residual", shape, 1, H200).constants.held_chunks == held
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+@pytest.mark.parametrize("name", ["0.5B o", "0.5B gate_up", "0.5B down"])
+def test_a_row_that_comes_ahead_has_the_bits_of_any_other(cuda: Any, name: str, dtype: DType) -> None:
+    launcher = Launcher(cuda, make_case(name, dtype), portable=False)
+    expected = bits(launcher.run(1))
+    for pdl in (False, True):
+        assert np.array_equal(bits(launcher.run(1, pdl=pdl, comes_ahead=True)), expected)
 
 
 @dataclass(frozen=True)
@@ -278,6 +298,7 @@ class PlanBuild:
         size = out_features, in_features
         for rows in (1, 8, 12, 16, 32, 64):
             yield plan_linear(product, size, rows, self.device, head_dim=head_dim).constants
+        yield plan_linear(product, size, 1, self.device, head_dim=head_dim, comes_ahead=True).constants
 
 
 BUILDS = [PlanBuild(name, H200, "sm_90") for name in SHAPES] + [

@@ -279,11 +279,19 @@ def test_python_has_allowed_tools_too(server, monkeypatch, name):
     assert bound[1] != bound[2] == bound[3]  # only a tool that is named itself is called once
 
 
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_no_choice_in_python_is_auto(server, tools):
+    maker, said = server.engine.llm.maker, [{"role": "user", "content": "?"}]
+    (one,), (other,) = (maker.chat_groups(said, None, tools, choice)[0] for choice in (None, "auto"))
+    assert one[0].schemas == other[0].schemas and one[0].request.prompt_ids == other[0].request.prompt_ids
+
+
 @pytest.mark.parametrize(("choice", "says"), [
     (allowed("any", "get_climate"), "tool_choice.allowed_tools.mode: expected auto or required, got 'any'"),
     (allowed("auto"), "tool_choice.allowed_tools.tools: expected an array of at least one tool"),
     ({"type": "allowed_tools"}, "tool_choice.allowed_tools: expected an object with mode and tools, got None"),
     ({"name": "get_climate"}, "tool_choice: expected auto, none, required, one of the tools by its name"),
+    ("", "tool_choice: expected auto, none, required, one of the tools by its name, or allowed_tools, got ''"),
 ])  # fmt: skip
 def test_python_refuses_choices_of_another_form(server, choice, says):
     with pytest.raises(RequestError, match=re.escape(says)):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_checkpoint import CONFIG, write_checkpoint
 
+from cpmrt.caller_warnings import CpmrtWarning
 from cpmrt.cli.main import main
 from cpmrt.cli.option_names import warning_line
 
@@ -117,6 +118,7 @@ MISTAKES = [
     Mistake("a host of no letters", ["serve", "--host", ""], "argument --host: expected a name, got ''", 2),
     Mistake("prompts for no log", ["serve", "-q", "--log-prompts"], "--log-prompts writes lines of the log", 2),
     Mistake("ids that are none", [*G, "--prompt-ids", "1,a"], "expected token ids such as 1,15,27", 2),
+    Mistake("a long lookup", [*GP, "--draft", "lookup", "--draft-lookup", "999"], "--draft-lookup: expected"),
     # The prompt
     Mistake("no prompt", G, "there is no prompt", 2),
     Mistake(
@@ -231,10 +233,11 @@ def test_mistake(mistake: Mistake, tmp_path: Path, no_gpu, capsys, monkeypatch) 
 
 def test_warnings_name_options_but_leave_the_words_of_others():
     told = "hf_overrides: 'max_context' of /max_context/draft.json; choose max_context=9, a draft or draft='lookup'"
-    assert warning_line(told) == (
+    assert warning_line(CpmrtWarning(told)) == (
         "cpmrt: warning: --hf-overrides: 'max_context' of /max_context/draft.json; choose --max-context=9, a draft or "
         "--draft='lookup'"
     )
+    assert warning_line(UserWarning("array(x, dtype=float)")) == "cpmrt: warning: array(x, dtype=float)"
 
 
 def test_hub_ids_come_from_the_cache_when_offline(tmp_path, capsys, monkeypatch):

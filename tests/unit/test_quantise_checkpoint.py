@@ -148,7 +148,7 @@ def test_the_head_on_request(text, tmp_path, method, capsys):
     np.testing.assert_allclose(logits(folder), plain_logits(model, weights, tmp_path / "plain"), atol=2e-4)
     tied = write_checkpoint(tmp_path / "tied", **SIZES, vocab_size=264)
     assert main(["quantize", str(tied), str(tmp_path / "no"), "--method", "rtn", "--lm-head"]) == 1
-    assert "lm_head_bits" in capsys.readouterr().err
+    assert "--lm-head-bits" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("options", "group"), [

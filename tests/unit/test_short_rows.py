@@ -12,6 +12,7 @@ import pytest
 from cpmrt.bench.shapes import gptq_config, shape_config
 from cpmrt.config import EngineConfig, TreeShape
 from cpmrt.cuda.assembly import CudaTarget
+from cpmrt.cuda.ops.linear import PRODUCTS
 from cpmrt.cuda.precompile import known_device, modules_of
 from cpmrt.cuda.step.lengths import Lengths
 from cpmrt.executor import Decode, Prefill, Release, SlotResult, Speculate, StepResult
@@ -144,3 +145,13 @@ def test_a_start_compiles_the_kernel_of_all_layers(tmp_path: Path, shape: str, a
     modules = compiled_for(tmp_path, shape, arch, num_hidden_layers=2, quantization_config=gptq_config())
     found = [constants for file, constants in modules if file.endswith("row_layers.cu")]
     assert {bool(constants["ATTENDS"]) for constants in found} == set(attends)
+
+
+def test_all_weights_come_ahead_only_behind_the_attention_of_a_short_row(tmp_path: Path) -> None:
+    modules = compiled_for(tmp_path, "minicpm4-0.5b", "sm_90", num_hidden_layers=1)
+    of_row = [sizes for file, sizes in modules if file == "linear/linear.cu" and "ONE_ROW" in sizes]
+    found = {(sizes["LINEAR"], sizes["IN_FEATURES"], sizes.get("HELD_CHUNKS")) for sizes in of_row}
+    residual, gate_up = PRODUCTS["residual"], PRODUCTS["gate_up"]
+    short = {(residual, 1024, 0), (gate_up, 1024, 2), (residual, 4096, 2)}
+    long = {(product, columns, None) for product, columns, _ in short}
+    assert {each for each in found if each[0] in (residual, gate_up)} == short | long

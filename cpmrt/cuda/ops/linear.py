@@ -48,8 +48,15 @@ _SMALL_MAX_GROUP = {1: 4, 2: 4, 4: 3, 8: 1}
 # Two blocks that share a tile exchange their sums, which costs about a microsecond: so they share one only if the
 # busiest multiprocessor then reads less than this part of what it would read otherwise.
 _CLUSTER_GAIN = 0.9
-# The most chunks of weights that a warp of one row keeps in registers, 16 of each lane.
+# Only where it was measured are all weights of one row's products asked for before the row.
+_ROUND_CAPABILITY = 90
+# In models up to this width the weights of all products of a layer have room in shared memory.
+_SMALL_WIDTH = 1024
+# The most chunks of weights that a warp keeps in registers, 16 registers of each lane for one.
 _MOST_HELD = 2
+# When gate_up of one row starts, attention still holds some multiprocessors. Two gate_up blocks may then share another
+# one, if they fit there with this part of the weights that each streams.
+_SHARING_STREAM = 0.75
 # Multiprocessors that the attention of a small model's row has to itself, while blocks of gate_up and down ask for
 # weights on the others.
 _ATTENDING = 16
@@ -125,6 +132,8 @@ class StepProduct:
     QkvRest, of a "residual" product a ResidualRest. Only these two kinds have a `bias`. `head_dim` is that of a "qkv"
     product, `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`. With `starts_next` a "qkv"
     product may start the next kernel before its own wait: that one reads early only what is older than these layers.
+    With `comes_ahead` the layer's attention of one row has started its next kernel at once, and so does this product:
+    then all kernels of a layer come a layer ahead, if they find room.
     """
 
     kind: Product
@@ -137,6 +146,7 @@ class StepProduct:
     head_dim: int = 0
     fatrelu: float | None = None
     starts_next: bool = False
+    comes_ahead: bool = False
 
     def row_pitch(self, in_features: int) -> int | None:
         """Return the columns of the rows if they are wider than the product, as a compile-time constant; else None."""
@@ -168,7 +178,10 @@ def launch_linear(
 ) -> None:
     """Launch the product with a weight [N, K] in 16 bits; `prefers_shared`: as in `PackedProducts`."""
     x, has_norm = product.x, product.norm is not None
-    plan = plan_linear(product.kind, weight.shape, len(x), device, has_norm=has_norm, head_dim=product.head_dim)
+    plan = plan_linear(
+        product.kind, weight.shape, len(x), device, has_norm=has_norm, head_dim=product.head_dim,
+        comes_ahead=product.comes_ahead,
+    )  # fmt: skip
     pitch = product.row_pitch(weight.shape[1])
     arguments, constants = product.arguments(x, (weight,)), product.built(replace(plan.constants, row_pitch=pitch))
     launch(
@@ -190,11 +203,13 @@ def row_bucket(num_rows: int, buckets: tuple[int, ...]) -> int:
 
 
 def plan_linear(
-    product: Product, shape: tuple[int, ...], num_rows: int, device: Device, *, has_norm: bool = True, head_dim: int = 0
-) -> LinearPlan:
+    product: Product, shape: tuple[int, ...], num_rows: int, device: Device,
+    *, has_norm: bool = True, head_dim: int = 0, comes_ahead: bool = False,
+) -> LinearPlan:  # fmt: skip
     """Plan one product with a weight of this shape, [N, K] (gate_up: both halves together).
 
-    `has_norm` False: rows enter the product as they are, as those of "residual" always do.
+    `has_norm` False: rows enter the product as they are, as those of "residual" always do. `comes_ahead`: as in
+    `StepProduct`.
     """
     (out_features, in_features), tiles = shape, row_bucket(num_rows, ROW_BUCKETS) // 8
     half_tile = tiles == 2 and num_rows <= _HALF_TILE_ROWS
@@ -211,7 +226,7 @@ def plan_linear(
     max_group = (_MAX_GROUP if is_large else _SMALL_MAX_GROUP)[tiles]
     # Rows that the busiest block reads: of the weight, and of x once a round.
     group = min(range(max_group, 0, -1), key=lambda group: rounds(group) * (16 * group * row_warps + 8 * tiles))
-    if num_rows == 1 and product == "residual" and _joins_tiles(weight_tiles, in_features, device):
+    if comes_ahead and product == "residual" and _joins_tiles(weight_tiles, in_features, device):
         group = 2
     norm, row_bytes = has_norm and product != "residual", _own_units(in_features, cluster) * _WARPS * _ROW_UNIT_BYTES
     one_row = num_rows == 1 and 2 * row_bytes <= device.shared_bytes_per_block * _MOST_ROW_SHARE
@@ -221,11 +236,11 @@ def plan_linear(
         one_row=one_row or None, rows_first=device.capability < STARTS_EARLY or None,
     )  # fmt: skip
     grid = cluster * min(ceil(weight_tiles / (group * row_warps)), num_clusters)
-    if one_row and rounds(group) == 1 and device.capability >= STARTS_EARLY:
-        memory = _memory_of_round(constants, grid, _has_room_for_mlp(product, shape, device), device)
-    else:
-        memory = min(device.shared_bytes_per_block, _whole_bytes(constants, rounds(group))), None
-    smem_bytes, held_chunks = memory
+    is_small = (out_features if product == "residual" else in_features) <= _SMALL_WIDTH
+    is_round = one_row and rounds(group) == 1 and device.capability == _ROUND_CAPABILITY
+    is_whole = is_round and (comes_ahead or not is_small)
+    memory = _memory_of_round(constants, grid, device, is_small=is_small) if is_whole else None
+    smem_bytes, held_chunks = memory or (_streamed_bytes(constants, rounds(group), device), None)
     return LinearPlan(replace(constants, smem_bytes=smem_bytes, held_chunks=held_chunks), grid)
 
 
@@ -241,32 +256,38 @@ def _joins_tiles(weight_tiles: int, in_features: int, device: Device) -> bool:
     """
     is_few = device.num_sms // 4 < weight_tiles <= device.num_sms // 2
     two_tiles = 2 * 16 * 2 * in_features
-    return is_few and device.capability >= STARTS_EARLY and two_tiles <= device.shared_bytes_per_block * _JOINED_SHARE
-
-
-def _has_room_for_mlp(product: Product, shape: tuple[int, ...], device: Device) -> bool:
-    """Whether the device's shared memory has room for the three matrices of the mlp of which the product is a part."""
-    matrices = 1.5 if product == "gate_up" else 3
-    return 2 * shape[0] * shape[1] * matrices <= device.num_sms * device.shared_bytes_per_block
+    return is_few and two_tiles <= device.shared_bytes_per_block * _JOINED_SHARE
 
 
 def _memory_of_round(
-    constants: LinearConstants, grid: int, has_room_for_mlp: bool, device: Device
-) -> tuple[int, int | None]:
-    """Return the bytes of shared memory of a block of one row with one round, and its `held_chunks`.
+    constants: LinearConstants, grid: int, device: Device, *, is_small: bool
+) -> tuple[int, int] | None:
+    """Return the bytes of shared memory of a block whose weights are all asked for before its row, and its
+    `held_chunks`; None if they have no room.
 
-    Of a small model all products of a layer ask for weights ahead. Blocks of gate_up and down have room beside each
-    other where both hold part of their weights in registers. Where there is a multiprocessor without attention for
-    each block, they ask for so much shared memory that no two share one.
+    Blocks of a small model's gate_up and down have room beside each other where both hold part of their weights in
+    registers. Where there is a multiprocessor without attention for each block, they ask for so much shared memory that
+    no two share one.
     """
     fixed, stage, whole = _fixed_bytes(constants), _WARPS * _CHUNK_BYTES, _whole_bytes(constants, 1)
     chunks = constants.group * _own_units(constants.in_features, constants.cluster)
     slots = (device.lone_block_bytes - 1 - fixed) // stage
-    if has_room_for_mlp and 0 < chunks - slots <= _MOST_HELD:
+    if is_small and 0 < chunks - slots <= _MOST_HELD:
         is_alone = grid <= device.num_sms - _ATTENDING
         return device.lone_block_bytes if is_alone else fixed + slots * stage, chunks - slots
+    return (whole, 0) if whole <= device.shared_bytes_per_block else None
+
+
+def _streamed_bytes(constants: LinearConstants, rounds: int, device: Device) -> int:
+    """Return the bytes of shared memory of a block that takes its tiles in `rounds` rounds, streamed through a ring."""
+    fixed, whole = _fixed_bytes(constants), _whole_bytes(constants, rounds)
+    if constants.one_row and constants.linear == PRODUCTS["gate_up"]:
+        stage = _WARPS * _CHUNK_BYTES
+        shared = fixed + int((whole - fixed) * _SHARING_STREAM) // stage * stage
+        if shared < device.lone_block_bytes <= whole:
+            return shared
     # A block whose weights all fit asks for no more, so that the next kernels' blocks fit beside it and prefetch.
-    return (whole, 0) if whole <= device.shared_bytes_per_block else (device.shared_bytes_per_block, None)
+    return min(device.shared_bytes_per_block, whole)
 
 
 def _fixed_bytes(own: LinearConstants) -> int:

@@ -81,6 +81,7 @@ class Products:
         attention: DecodePlan | None = None, *, prefers_shared: bool = False,
     ):  # fmt: skip
         self._attention = attention
+        self._comes_ahead = False  # whether what follows is behind an attention that starts the next kernel at once
         self._device, self._launch, self._gemm, self._prefers_shared = device, launcher, gemm, prefers_shared
         self._normed: DeviceArray = arrays["normed"]
         self._qkv: DeviceArray | None = arrays.get("qkv")
@@ -108,10 +109,12 @@ class Products:
             q_norm=weights.q_norm, k_norm=weights.k_norm, rope=rope, positions=rows.positions, locations=rows.locations,
             slots=rows.slots, block_tables=rows.block_tables, q_nope=q_nope, nope=nope,
         )  # fmt: skip
+        self._comes_ahead = False
         _, num_kv_heads, _, head_dim = kv.k.shape
         if is_attended and self._attention is not None and q_nope is None and not rows.is_prefill:
             held = hold_qkv(self._attention, self._device, kv, x, weights, rope, rows, eps)
             if held is not None:
+                self._comes_ahead = held.starts_next
                 return Handoff(held)
         rest = QkvRest(
             rope, rows.positions, rows.locations, rows.slots, rows.block_tables, num_rows=np.int32(len(x)),
@@ -173,6 +176,7 @@ class Products:
         if is_prefill:
             self._dense(out, self._normalised(x, norm, eps), weight)
             return
+        self._comes_ahead = False
         num_heads, none = np.int32(out.shape[1] // PLAIN_HEAD_DIM), np.int32(0)
         rest = QkvRest(None, None, None, None, None, np.int32(len(x)), num_heads, none, none, none, np.float32(eps))
         self._step(StepProduct("qkv", (out, None, None), x, norm, eps, rest, head_dim=PLAIN_HEAD_DIM), weight)
@@ -199,7 +203,8 @@ class Products:
             held.launch(self._launch)
         if not is_prefill:
             rest = ResidualRest(num_rows, np.int32(x.shape[1]), factor)
-            self._step(StepProduct("residual", (x,), inner, None, 0.0, rest, bias), weight, after, ahead)
+            product = StepProduct("residual", (x,), inner, None, 0.0, rest, bias, comes_ahead=self._comes_ahead)
+            self._step(product, weight, after, ahead)
         elif bias is None:
             self._dense(x, inner, weight, alpha=scale, beta=1.0)
         else:
@@ -217,7 +222,10 @@ class Products:
         num_rows, width = np.int32(len(x)), out.shape[1]
         if not is_prefill:
             rest = num_rows, np.int32(width), np.float32(eps)
-            return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu), weight)
+            product = StepProduct(
+                "gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu, comes_ahead=self._comes_ahead
+            )  # fmt: skip
+            return self._step(product, weight)
         assert self._gate_up is not None, "planned without a gated mlp"
         both, normed = self._gate_up[: len(x)], self._normalised(x, norm, eps)
         if isinstance(weight, PackedWeight) and self._packed.gated_chunk(out, normed, weight, fatrelu):

@@ -207,6 +207,11 @@ class HeldQkv:
     rope: DeviceArray
     eps: float
 
+    @property
+    def starts_next(self) -> bool:
+        """Whether the kernel starts the next one at once."""
+        return self.plan.kernel is LINEAR_QKV_ATTENTION
+
 
 def hold_qkv(
     decode: DecodePlan, device: Device, kv: KVPages, x: DeviceArray, weights: QkvWeights, rope: DeviceArray | None,
