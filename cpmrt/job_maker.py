@@ -199,7 +199,7 @@ class JobMaker:
         tools = () if tool_choice == "none" else tuple(checked_tools(tools) or ())
         choice = choice_by_name(tool_choice, tuple(schemas_of(tools)))
         if not self.may_offer(tools, choice.called):
-            fix = 'pass a tool_choice that makes it call one, such as "required", or leave them out'
+            fix = 'pass tool_choice="required", or another that makes it call one, or leave them out'
             raise RequestError("tools: the chat template of this model has none", fix=fix)
         prompts = self.chat_prompts(messages, tools=tools or None, **options)
 

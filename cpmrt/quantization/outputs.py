@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -64,20 +65,24 @@ def _partial(out: Path, kind: str) -> Iterator[Path]:
     once more before a file is renamed.
     """
     check_new(out, kind)
+    # Named before it is made: a signal may end the program between the two, and what nobody knows is not deleted.
+    folder = out.parent / f".{out.name}.{secrets.token_hex(4)}"
+    made = folder / out.name
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-            made = Path(folder) / out.name
-            yield made
-            try:
-                os.link(made, out)
-            except OSError:  # something is there, or `made` is a folder, or on a disk without hard links
-                check_new(out, kind)
-                made.rename(out)
+        folder.mkdir(0o700)
+        yield made
+        try:
+            os.link(made, out)
+        except OSError:  # something is there, or `made` is a folder, or on a disk without hard links
+            check_new(out, kind)
+            made.rename(out)
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written: {reason_of(error)}",
             fix=f"name a {kind} where you may write, on a disk with enough room",
         ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def copy_companions(source: Path, target: Path) -> None:
