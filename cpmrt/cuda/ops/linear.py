@@ -237,9 +237,9 @@ def plan_linear(
     )  # fmt: skip
     grid = cluster * min(ceil(weight_tiles / (group * row_warps)), num_clusters)
     is_small = (out_features if product == "residual" else in_features) <= _SMALL_WIDTH
-    is_round = one_row and rounds(group) == 1 and device.capability == _ROUND_CAPABILITY
-    is_whole = is_round and (comes_ahead or not is_small)
-    memory = _memory_of_round(constants, grid, device, is_small=is_small) if is_whole else None
+    memory = None
+    if one_row and rounds(group) == 1 and (comes_ahead or not is_small):
+        memory = _memory_of_round(constants, grid, device, is_small=is_small)
     smem_bytes, held_chunks = memory or (_streamed_bytes(constants, rounds(group), device), None)
     return LinearPlan(replace(constants, smem_bytes=smem_bytes, held_chunks=held_chunks), grid)
 
@@ -263,12 +263,14 @@ def _memory_of_round(
     constants: LinearConstants, grid: int, device: Device, *, is_small: bool
 ) -> tuple[int, int] | None:
     """Return the bytes of shared memory of a block whose weights are all asked for before its row, and its
-    `held_chunks`; None if they have no room.
+    `held_chunks`; None if they have no room, or on a device where that was not measured.
 
     Blocks of a small model's gate_up and down have room beside each other where both hold part of their weights in
     registers. Where there is a multiprocessor without attention for each block, they ask for so much shared memory that
     no two share one.
     """
+    if device.capability != _ROUND_CAPABILITY:
+        return None
     fixed, stage, whole = _fixed_bytes(constants), _WARPS * _CHUNK_BYTES, _whole_bytes(constants, 1)
     chunks = constants.group * _own_units(constants.in_features, constants.cluster)
     slots = (device.lone_block_bytes - 1 - fixed) // stage
