@@ -170,13 +170,9 @@ def open_blueprint(folder: ModelFolder, settings: EngineConfig, target: Target) 
     with ExitStack() as stack:
         checkpoint, specs = stack.enter_context(open_weights(folder, settings))
         specs = target.held(specs, checkpoint, dtype)
+        checkpoints, draft = stack.enter_context(_opened_draft(folder, settings, specs, target))
         parts: Parts = ((specs, checkpoint),)
-        draft: Draft | None = None
-        if settings.speculation is not None:
-            from cpmrt.models.draft_weights import open_draft
-
-            checkpoints, opened = stack.enter_context(open_draft(folder, settings, specs))
-            draft = _held(opened, target)
+        if draft is not None:
             parts += tuple(_draft_parts(draft, (checkpoint, *checkpoints)))
             _check_layers(draft, settings, target)
         yield Blueprint(folder.config, settings, target, specs, draft, parts)
@@ -237,13 +233,22 @@ def described(
         if not has_weights(path):
             settings = replace(settings, load_format="dummy")
     settings = with_speculation(settings, folder, draft, speculate)
-    found = None
-    if settings.speculation is not None:
-        from cpmrt.models.draft_weights import open_draft
+    with _opened_draft(folder, settings, specs, target) as (_, found):
+        return Blueprint(folder.config, settings, target, specs, found)
 
-        with open_draft(folder, settings, specs) as (_, opened):
-            found = _held(opened, target)
-    return Blueprint(folder.config, settings, target, specs, found)
+
+@contextmanager
+def _opened_draft(
+    folder: ModelFolder, settings: EngineConfig, specs: tuple[TensorSpec, ...], target: Target
+) -> Iterator[tuple[tuple[Checkpoint | None, ...], Draft | None]]:
+    """Yield the checkpoints of the draft, and the draft as the target holds it; without speculation it is None."""
+    if settings.speculation is None:
+        yield (), None
+        return
+    from cpmrt.models.draft_weights import open_draft  # no start without a draft needs it
+
+    with open_draft(folder, settings, specs) as (checkpoints, draft):
+        yield checkpoints, _held(draft, target)
 
 
 def _held(draft: Draft, target: Target) -> Draft:

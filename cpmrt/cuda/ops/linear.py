@@ -132,8 +132,6 @@ class StepProduct:
     QkvRest, of a "residual" product a ResidualRest. Only these two kinds have a `bias`. `head_dim` is that of a "qkv"
     product, `fatrelu` the activation of a "gate_up" product, as in `config.layers.GatedMlp`. With `starts_next` a "qkv"
     product may start the next kernel before its own wait: that one reads early only what is older than these layers.
-    With `comes_ahead` the layer's attention of one row has started its next kernel at once, and so does this product:
-    then all kernels of a layer come a layer ahead, if they find room.
     """
 
     kind: Product
@@ -146,7 +144,6 @@ class StepProduct:
     head_dim: int = 0
     fatrelu: float | None = None
     starts_next: bool = False
-    comes_ahead: bool = False
 
     def row_pitch(self, in_features: int) -> int | None:
         """Return the columns of the rows if they are wider than the product, as a compile-time constant; else None."""
@@ -174,13 +171,18 @@ class LinearPlan:
 
 
 def launch_linear(
-    launch: Launcher, product: StepProduct, weight: DeviceArray, device: Device, *, prefers_shared: bool = False
-) -> None:
-    """Launch the product with a weight [N, K] in 16 bits; `prefers_shared`: as in `PackedProducts`."""
+    launch: Launcher, product: StepProduct, weight: DeviceArray, device: Device,
+    *, prefers_shared: bool = False, comes_ahead: bool = False,
+) -> None:  # fmt: skip
+    """Launch the product with a weight [N, K] in 16 bits.
+
+    `prefers_shared`: as in `PackedProducts`. With `comes_ahead` the layer's attention of one row has started its next
+    kernel at once, and so does this product: then all kernels of a layer come a layer ahead, if they find room.
+    """
     x, has_norm = product.x, product.norm is not None
     plan = plan_linear(
         product.kind, weight.shape, len(x), device, has_norm=has_norm, head_dim=product.head_dim,
-        comes_ahead=product.comes_ahead,
+        comes_ahead=comes_ahead,
     )  # fmt: skip
     pitch = product.row_pitch(weight.shape[1])
     arguments, constants = product.arguments(x, (weight,)), product.built(replace(plan.constants, row_pitch=pitch))
@@ -209,7 +211,7 @@ def plan_linear(
     """Plan one product with a weight of this shape, [N, K] (gate_up: both halves together).
 
     `has_norm` False: rows enter the product as they are, as those of "residual" always do. `comes_ahead`: as in
-    `StepProduct`.
+    `launch_linear`.
     """
     (out_features, in_features), tiles = shape, row_bucket(num_rows, ROW_BUCKETS) // 8
     half_tile = tiles == 2 and num_rows <= _HALF_TILE_ROWS

@@ -109,19 +109,12 @@ class Products:
             q_norm=weights.q_norm, k_norm=weights.k_norm, rope=rope, positions=rows.positions, locations=rows.locations,
             slots=rows.slots, block_tables=rows.block_tables, q_nope=q_nope, nope=nope,
         )  # fmt: skip
-        self._comes_ahead = False
-        _, num_kv_heads, _, head_dim = kv.k.shape
         if is_attended and self._attention is not None and q_nope is None and not rows.is_prefill:
             held = hold_qkv(self._attention, self._device, kv, x, weights, rope, rows, eps)
             if held is not None:
                 self._comes_ahead = held.starts_next
                 return Handoff(held)
-        rest = QkvRest(
-            rope, rows.positions, rows.locations, rows.slots, rows.block_tables, num_rows=np.int32(len(x)),
-            num_heads=np.int32(q.shape[1] // head_dim), num_kv_heads=np.int32(num_kv_heads),
-            pages_per_sequence=np.int32(rows.block_tables.shape[1]),
-            num_positions=np.int32(0 if rope is None else rope.shape[1]), eps=np.float32(eps),
-        )  # fmt: skip
+        rest, head_dim = _qkv_rest(q, kv, rope, rows, eps), kv.k.shape[3]
 
         def project(*outputs: KernelArgument, starts_next: bool = False) -> Handoff:
             product = StepProduct(
@@ -176,7 +169,6 @@ class Products:
         if is_prefill:
             self._dense(out, self._normalised(x, norm, eps), weight)
             return
-        self._comes_ahead = False
         num_heads, none = np.int32(out.shape[1] // PLAIN_HEAD_DIM), np.int32(0)
         rest = QkvRest(None, None, None, None, None, np.int32(len(x)), num_heads, none, none, none, np.float32(eps))
         self._step(StepProduct("qkv", (out, None, None), x, norm, eps, rest, head_dim=PLAIN_HEAD_DIM), weight)
@@ -203,8 +195,7 @@ class Products:
             held.launch(self._launch)
         if not is_prefill:
             rest = ResidualRest(num_rows, np.int32(x.shape[1]), factor)
-            product = StepProduct("residual", (x,), inner, None, 0.0, rest, bias, comes_ahead=self._comes_ahead)
-            self._step(product, weight, after, ahead)
+            self._step(StepProduct("residual", (x,), inner, None, 0.0, rest, bias), weight, after, ahead)
         elif bias is None:
             self._dense(x, inner, weight, alpha=scale, beta=1.0)
         else:
@@ -222,10 +213,7 @@ class Products:
         num_rows, width = np.int32(len(x)), out.shape[1]
         if not is_prefill:
             rest = num_rows, np.int32(width), np.float32(eps)
-            product = StepProduct(
-                "gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu, comes_ahead=self._comes_ahead
-            )  # fmt: skip
-            return self._step(product, weight)
+            return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu), weight)
         assert self._gate_up is not None, "planned without a gated mlp"
         both, normed = self._gate_up[: len(x)], self._normalised(x, norm, eps)
         if isinstance(weight, PackedWeight) and self._packed.gated_chunk(out, normed, weight, fatrelu):
@@ -246,9 +234,14 @@ class Products:
     def _step(
         self, product: StepProduct, weight: Weight, after: Handoff = NOTHING, ahead: Weight | None = None
     ) -> Handoff:
+        if product.kind == "qkv":  # a mixer that begins with a launch of its own
+            self._comes_ahead = False
         if isinstance(weight, PackedWeight):
             return self._packed.step(product, weight, after, ahead)
-        launch_linear(self._launch, product, weight, self._device, prefers_shared=self._prefers_shared)
+        launch_linear(
+            self._launch, product, weight, self._device, prefers_shared=self._prefers_shared,
+            comes_ahead=self._comes_ahead and product.kind != "head",
+        )  # fmt: skip
         return Handoff(None, self._prefers_shared)
 
     def _dense(
@@ -267,3 +260,13 @@ class Products:
         normed = self._normed[: len(x)]
         rms_norm(self._launch, normed, x, norm, eps)
         return normed
+
+
+def _qkv_rest(q: DeviceArray, kv: KVPages, rope: DeviceArray | None, rows: Rows, eps: float) -> QkvRest:
+    _, num_kv_heads, _, head_dim = kv.k.shape
+    return QkvRest(
+        rope, rows.positions, rows.locations, rows.slots, rows.block_tables, num_rows=np.int32(len(q)),
+        num_heads=np.int32(q.shape[1] // head_dim), num_kv_heads=np.int32(num_kv_heads),
+        pages_per_sequence=np.int32(rows.block_tables.shape[1]),
+        num_positions=np.int32(0 if rope is None else rope.shape[1]), eps=np.float32(eps),
+    )  # fmt: skip
