@@ -144,7 +144,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         | {"HEAD_DIM": 128, "EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 49024, "TRIGGER": 3},
         _ONE_ROW
         | {"LINEAR": 2, "IN_FEATURES": 2048, "WARPS": 24}
-        | {"EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 136064},
+        | {"EARLY_SLOTS": 2, "KEPT_ROUNDS": 2, "SMEM_BYTES": 136064, "TILE_COPIES": 1},
         _ONE_ROW
         | {"LINEAR": 1, "IN_FEATURES": 6144, "WARPS": 8}
         | _NO_NORM

@@ -42,6 +42,7 @@
 //   SMALL_CHUNKS: 1, for one row where lanes copy: a chunk has two slices; without it a multiple of 128 bytes
 //   OWN_RUNS: 1, for one row with SHARED_RUN, NORM and PREPARED 0: only the warps that share a run of x wait for each other; without it all
 //     warps of the block do, unless it has eight, each with a run of its own
+//   TILE_COPIES: 1, for one row with SHARED_RUN 0, NORM 1 and KEPT_ROUNDS for all weights: one copy brings the chunks of all eight warps of a tile
 //   AHEAD: 1: once x is there, a residual product prefetches what the product after it reads first: the memory would have nothing to do until
 //     the blocks of that product find room
 // Grid: no more blocks than multiprocessors, with SHARED_RUN a multiple of RUNS, with CLUSTERS in clusters of RUNS; they take tiles
@@ -68,7 +69,7 @@
     !defined(SMEM_BYTES) || !defined(PORTABLE) || (EARLY_WARPS > WARPS && defined(EARLY_WARPS)) || (ROWS > 1 && defined(OWN_RUNS)) || \
     (LINEAR == 4 && !defined(KV_RANK)) || (LINEAR == 4 && !defined(NOPE_DIM)) || (LINEAR == 4 && !defined(ROPE_DIM)) || \
     (LINEAR == 4 && !defined(VALUE_DIM)) || (LINEAR != 2 && defined(FATRELU)) || (LINEAR != 1 && defined(AHEAD)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH)) || \
-    (ROWS > 1 && defined(SMALL_CHUNKS))
+    (ROWS > 1 && defined(SMALL_CHUNKS)) || (ROWS > 1 && defined(TILE_COPIES))
 #error "a constant is not defined, or not for this product"
 #endif
 #if LINEAR == 4
@@ -157,6 +158,7 @@ constexpr bool kJoinsRounds = KEPT_ROUNDS > 1 && kAreRunsJoined && kSlots >= KEP
 // Whether all warps have asked for their weights of all rounds before x, a slice of each: then these come long before it, and nobody waits for
 // them behind it.
 constexpr bool kWaitsBeforeX = kJoinsRounds && kRunSlices == 1 && kAllAreEarly && kEarlySlots >= KEPT_ROUNDS;
+static_assert(!kTileCopies || (kJoinsRounds && !kWaitsBeforeX), "a warp may wait for a copy of another one only behind a barrier of the block");
 
 // Whether the compiler is told that T is 1 with one row: code without tests of it is faster with 4,096 columns, and slower with 2,048.
 constexpr bool kKnowsRows = ROWS == 1 && NORM && IN_FEATURES >= 4096;

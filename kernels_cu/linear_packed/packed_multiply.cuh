@@ -335,7 +335,7 @@ DEVICE void accumulate_rounds(Sums (&out)[ROUNDS], const WeightStream& weights, 
   static_assert(ROUNDS <= kSlots && kAreRunsJoined, "a ring holds a run of each round");
   uint32_t units[ROUNDS];
 #pragma unroll
-  for (int round = 0; round < ROUNDS; round++) units[round] = weights.ring + round * kChunkBytes;
+  for (int round = 0; round < ROUNDS; round++) units[round] = weights.ring + round * kSlotPitch;
   if (!kCopyEngine) {
     cp_async_wait<0>();
     __syncwarp();

@@ -2,6 +2,8 @@
 //
 // From sm_90 on lane 0 copies whole chunks with the copy engine and a barrier in shared memory counts their bytes; elsewhere,
 // and with PORTABLE, the lanes copy 16 bytes each. Either way a slot is filled again as soon as the warp has read it.
+// With TILE_COPIES the rings of the eight warps that share a tile lie side by side, a slot after the other, and the first of
+// these warps copies the chunks of all eight at once, for each round of the block.
 #pragma once
 #include "cluster.cuh"
 #include "copy.cuh"
@@ -73,6 +75,15 @@ constexpr int kEarlySlots = EARLY_SLOTS < kSlots ? EARLY_SLOTS : kSlots;
 constexpr int kXBarrier = kWarps * kMaxSlots * 8;                     // the barriers of x, behind those of the rings; two a stage
 constexpr int kSquareBarrier = kXBarrier + kStages * 16, kReceivedBarrier = kSquareBarrier + 8;   // barriers of what peers send
 constexpr int kReceivedOffset = kBarrierBytes, kRingOffset = kReceivedOffset + (RECEIVED_APART ? kReceivedBytes : 0);
+#ifdef TILE_COPIES
+constexpr bool kTileCopies = kCopyEngine;
+static_assert(!SHARED_RUN && kRunSlices == kChunkSlices, "TILE_COPIES needs runs of one chunk");
+static_assert(NORM && !PREPARED && kSlots == KEPT_ROUNDS && kEarlySlots == kSlots, "TILE_COPIES asks for all weights before x");
+#else
+constexpr bool kTileCopies = false;
+#endif
+constexpr int kRingPitch = (kTileCopies ? 1 : kSlots) * kChunkBytes;    // bytes from a warp's ring to the next warp's
+constexpr int kSlotPitch = (kTileCopies ? kWarps : 1) * kChunkBytes;    // and from a slot to the next
 constexpr int kXOffset = kRingOffset + kWarps * kSlots * kChunkBytes;
 constexpr int kReceivedEnd = kReceivedOffset + kReceivedBytes, kXEnd = kXOffset + kXBytes;
 constexpr int kPartialOffset = kReceivedEnd > kXEnd ? kReceivedEnd : kXEnd;
@@ -159,15 +170,18 @@ struct WeightStream {
   // Prepares the barriers of the ring and starts the copies of EARLY_CHUNKS.
   DEVICE WeightStream(const Lane& lane, const void* packed, int tiles)
       : at(lane), weight(static_cast<const unsigned char*>(packed) + lane.run * kRunBytes), num_tiles(lane.slices > 0 ? tiles : 0),
-        ring(lane.shared + kRingOffset + lane.warp * kSlots * kChunkBytes), barriers(lane.shared + lane.warp * kMaxSlots * 8) {
+        ring(lane.shared + kRingOffset + lane.warp * kRingPitch),
+        barriers(lane.shared + (kTileCopies ? lane.warp - lane.run : lane.warp) * kMaxSlots * 8) {
     if constexpr (kCopyEngine) {
-      if (at.lane == 0)
+      if (copies())
         for (int i = 0; i < kSlots; i++) mbarrier_init(barriers + i * 8, 1);
       mbarrier_init_fence();
       __syncwarp();
     }
     for (int i = 0; i < EARLY_CHUNKS; i++) copy_next();
   }
+  // Whether the calling lane starts copies with the copy engine.
+  DEVICE bool copies() const { return at.lane == 0 && (!kTileCopies || at.run == 0); }
 #ifdef EARLY_WARPS
   DEVICE int early_slots() const { return EARLY_WARPS == kWarps || at.warp < EARLY_WARPS ? kEarlySlots : 0; }
 #endif
@@ -185,12 +199,13 @@ struct WeightStream {
   DEVICE void copy_next() {
     const int tile = at.tile(round);
     if (tile < num_tiles) {
-      const int left = at.slices - slice, bytes = (left < kChunkSlices ? left : kChunkSlices) * kUnitBytes;
+      const int left = at.slices - slice;
+      const int bytes = kTileCopies ? static_cast<int>(kTileBytes) : (left < kChunkSlices ? left : kChunkSlices) * kUnitBytes;
       const uint32_t places = tile * static_cast<uint32_t>(kTileBytes / 16) + slice * (kUnitBytes / 16);   // in units of 16 bytes
       const unsigned char* const from = weight + static_cast<uint64_t>(places) * 16;
-      const uint32_t to = ring + slot * kChunkBytes;
+      const uint32_t to = ring + slot * kSlotPitch;
       if constexpr (kCopyEngine) {
-        if (at.lane == 0) copy_bulk(to, from, bytes, barriers + slot * 8);
+        if (copies()) copy_bulk(to, from, bytes, barriers + slot * 8);
       } else {
         for (int i = at.lane * 16; i < bytes; i += 512) cp_async16_lines(to + i, from + i);
       }
@@ -209,7 +224,7 @@ struct WeightStream {
       cp_async_wait<kSlots - 1>();
       __syncwarp();
     }
-    return ring + slot * kChunkBytes;
+    return ring + slot * kSlotPitch;
   }
   // Frees the chunk that the warp has read: the next copy goes there.
   DEVICE void release() {

@@ -556,6 +556,27 @@ def test_two_tiles_of_a_block_go_side_by_side() -> None:
         assert plan_packed(layout, 1, RTX_4090).constants.kept_rounds == 1 + (name == "5-2B qkv")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
+def test_a_copy_for_all_warps_of_a_tile_brings_what_a_copy_for_each_warp_does(cuda: Any, dtype: DType) -> None:
+    launcher = Launcher(cuda, make_case("5-2B gate_up", dtype))
+    expected = bits(launcher.run(1))
+    for tile_copies in (None, True):
+        assert np.array_equal(bits(launcher.run(1, tile_copies=tile_copies)), expected), tile_copies
+
+
+def test_one_copy_brings_a_tile_where_a_block_of_one_row_asks_for_all_its_weights_and_that_was_measured() -> None:
+    for name in SHAPES:
+        for device, rows in ((H200, 1), (H200, 8), (RTX_4090, 1)):
+            constants = plan_packed(make_layout(name, device), rows, device).constants
+            copies_tiles = name == "5-2B gate_up" and (device, rows) == (H200, 1)
+            assert (constants.tile_copies or False) == copies_tiles, (name, device, rows)
+    layout = make_layout("5-2B gate_up", H200)
+    assert plan_packed(layout, 1, H200, permuted=True).constants.tile_copies is None, "its rows come prepared"
+    few = replace(H200, num_sms=60)
+    assert plan_packed(layout, 1, few).constants.tile_copies is None, "its ring has no room for all rounds"
+
+
 def test_which_product_starts_attention_before_its_wait() -> None:
     """No two of its blocks share a multiprocessor."""
     layout = make_layout("5-2B qkv", H200)

@@ -41,6 +41,7 @@ class LinearPackedConstants(LayoutConstants):
     own_runs: bool | None = None
     ahead: bool | None = None
     small_chunks: bool | None = None
+    tile_copies: bool | None = None
 
     def extended(self, kind: type[_Extended], **more: int | None) -> _Extended:
         """Return the constants of a kernel that has those of this product, and `more` of its own or in their place."""

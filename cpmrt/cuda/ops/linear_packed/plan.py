@@ -245,6 +245,7 @@ def _constants(
             layout, rows, whole_rows=layout.runs == 1 and normalises and not prepared
         ),
         small_chunks=work.small_chunks or None,
+        tile_copies=(normalises and not prepared and work.ring.copies_tiles(layout, work.kept_rounds, device)) or None,
         early_warps=work.warps // 2 if is_early_by_half else work.early_warps if is_ternary_row else None,
         own_runs=True if is_ternary_row and shares_runs else None,
         received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),

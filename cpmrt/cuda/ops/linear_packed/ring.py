@@ -1,11 +1,13 @@
-"""The size of the ring of packed weights that a block of a skinny product has in shared memory."""
+"""The ring of packed weights that a block of a skinny product has in shared memory: its size, and who copies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
 
-from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, PackedLayout, whole_lines
+from cpmrt.cuda.driver.device import Device
+from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, STARTS_EARLY
+from cpmrt.cuda.ops.linear_packed.layout import LINE_BYTES, RUNS, PackedLayout, whole_lines
 from cpmrt.weights.ternary import TERNARY_BITS
 
 MAX_SLOTS = 8
@@ -16,6 +18,8 @@ _SINGLE_ROW_RING = 139_264
 _SMALL_CHUNK = 2
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 16, 16
+# The width of a model, and the bits of its weights, in which one copy brings a tile of gate_up (`copies_tiles`).
+_TILE_WIDTH, _TILE_BITS = 2048, 4
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,15 @@ class Ring:
         level = warps * whole_lines(chunk_slices * layout.unit_bytes)
         slots = min(MAX_SLOTS, rounds * ceil(layout.run_slices / chunk_slices))
         return cls(slots if rows > 1 else max(1, min(slots, _SINGLE_ROW_RING // level)), level)
+
+    def copies_tiles(self, layout: PackedLayout, kept_rounds: int, device: Device) -> bool:
+        """Tell whether one copy brings the chunks of all eight warps of a tile, in each of `kept_rounds` rounds.
+
+        Fewer and larger copies of the same bytes arrive sooner. It pays where a block asks for all its weights before
+        x and still waits for them: gate_up of MiniCPM5-2B in 4 bits (1.3 %). Its other products, and those of wider
+        and narrower models, changed by less than 0.3 %.
+        """
+        is_measured = layout.product == "gate_up" and (layout.in_features, layout.bits) == (_TILE_WIDTH, _TILE_BITS)
+        has_all = layout.runs == RUNS and 1 < kept_rounds == self.slots
+        has_engine = device.capability >= STARTS_EARLY and device.shared_bytes_per_block >= LARGE_SHARED_BYTES
+        return is_measured and has_all and has_engine
