@@ -127,7 +127,8 @@ class BufferSpec:
 
     It is live from the phase `first` to the phase `last`, both included: buffers whose lifetimes do not meet may
     share memory. `dtype` None means the executor's type of activations: words of 16 bits, or float32. `part` is the row
-    of a buffer that lives as long as the executor in the table of the memory plan.
+    of a buffer that lives as long as the executor in the table of the memory plan. A `zeroed` buffer is zero before the
+    first step: kernels count in it, or read it before they have written it.
     """
 
     name: str
@@ -136,6 +137,7 @@ class BufferSpec:
     last: int
     dtype: ElementType | None = None
     part: str = "tables"
+    zeroed: bool = False
 
     @property
     def num_elements(self) -> int:

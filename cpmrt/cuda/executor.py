@@ -64,10 +64,6 @@ if TYPE_CHECKING:
 
 LoadWeights = Callable[[Destination], None]
 _RUN_AHEAD = 4
-_ZEROED = (
-    "step_context", "attention_arrivals", "slot_states", "token_counts", "chunk", "token_ids", "packed_arrivals",
-    "packed_counter", "screen_counters",
-)  # fmt: skip
 
 
 class CudaExecutor:
@@ -347,9 +343,9 @@ class CudaExecutor:
 
     def _fill_tables(self, position_limit: int) -> None:
         with self.stream:
-            for name in ("positions", *_ZEROED):
-                if name in self._arrays:
-                    self._arrays[name].fill(0)
+            for region in self.plan.regions:
+                if region.zeroed:
+                    self._arrays[region.name].fill(0)
             fill(self._arrays["slots"], -1)
             if self._speculation is not None:
                 self._speculation.fill_tables(self._layout.pages_per_sequence * PAGE_SIZE, position_limit)

@@ -26,7 +26,7 @@ WORKSPACE = "workspace"
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One named piece of the arena."""
+    """One named piece of the arena. The executor clears a `zeroed` one before the first step."""
 
     name: str
     part: str
@@ -34,6 +34,7 @@ class Region:
     nbytes: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    zeroed: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def make_plan(
         for piece in packed(tensor):
             layout.add(f"{tensor.name}.{piece.name}", tensor.part, piece.shape, piece.dtype)
     for table in tables:
-        layout.add(table.name, table.part, table.shape, table.dtype)
+        layout.add(table.name, table.part, table.shape, table.dtype, zeroed=table.zeroed)
     for spec, shape in caches.arrays():
         layout.add(spec.name, spec.part, shape, spec.dtype)
     for name, spec, shape in caches.snapshots():
@@ -176,11 +177,13 @@ class _Layout:
         self.end = 0
         self._default = default
 
-    def add(self, name: str, part: str, shape: tuple[int, ...], dtype: ElementType | None = None) -> None:
+    def add(
+        self, name: str, part: str, shape: tuple[int, ...], dtype: ElementType | None = None, *, zeroed: bool = False
+    ) -> None:
         """Place one array behind those before it."""
         kind = np.dtype(dtype or self._default)
         nbytes = prod(shape) * kind.itemsize
-        self.regions.append(Region(name, part, self.end, nbytes, shape, kind))
+        self.regions.append(Region(name, part, self.end, nbytes, shape, kind, zeroed))
         self.end += _aligned(nbytes)
 
     def add_shared(self, part: str, buffers: Sequence[BufferSpec]) -> int:
@@ -198,7 +201,8 @@ class _Layout:
             placed.append((buffer, offset, size))
         for buffer, offset, _ in placed:
             kind, nbytes = np.dtype(buffer.dtype or self._default), self._nbytes(buffer)
-            self.regions.append(Region(buffer.name, part, self.end + offset, nbytes, buffer.shape, kind))
+            place = self.end + offset
+            self.regions.append(Region(buffer.name, part, place, nbytes, buffer.shape, kind, buffer.zeroed))
         self.end += max((offset + size for _, offset, size in placed), default=0)
         return sum(size for _, _, size in placed)
 

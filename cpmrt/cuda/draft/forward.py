@@ -137,7 +137,7 @@ def _draft_workspace(
 
 
 def _scratch(spec: BufferSpec) -> BufferSpec:
-    return BufferSpec(SCRATCH + spec.name, spec.shape, 0, LAST_PHASE, spec.dtype)
+    return replace(spec, name=SCRATCH + spec.name, first=0, last=LAST_PHASE)
 
 
 class DraftForward:

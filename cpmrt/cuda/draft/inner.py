@@ -153,9 +153,9 @@ class InnerSteps:
         self.parts.load()
         self._kernels.load()
 
-    def clear(self, clear: Callable[[Mapping[str, Any]], None]) -> None:
-        """Clear the arrays with `clear`, as for any draft, on the current stream, and mark slots as without a chain."""
-        clear(self._arrays)
+    def mark_empty(self, mark: Callable[[Mapping[str, Any]], None]) -> None:
+        """Mark the arrays with `mark`, as for any draft, on the current stream, and slots as without a chain."""
+        mark(self._arrays)
         fill(self._arrays["slot_states"], 1)  # all have finished
 
     def admitted(self, slot: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,14 @@ _ROWS = {name: f"draft_{name}" for name in ("token_ids", "positions", "slots", "
 
 
 def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width: int) -> tuple[BufferSpec, ...]:
-    """Return the buffers of trees, of the draft's rows and of carried states; they live as long as the executor.
+    """Return the buffers of trees, of the draft's rows and of carried states; they live as long as the executor, and
+    are zero at first.
 
     `max_rows`: the rows of a prefill chunk. `carry_width`: elements of a row of the target's hidden state that the
     draft reads; 0 for a draft that reads none.
     """
     carry = (BufferSpec("carry_hidden", (max_sequences, MAX_NODES, carry_width), EMBED, HEAD),) if carry_width else ()
-    return (
+    found = (
         lasting_buffer("history", np.int32, max_sequences, max_context),
         lasting_buffer("capacities", np.int32, max_sequences),
         lasting_buffer("carry_counts", np.int32, max_sequences),
@@ -49,6 +51,7 @@ def tree_tables(max_sequences: int, max_context: int, max_rows: int, carry_width
         lasting_buffer("draft_ids", np.int32, MAX_NODES, MAX_TOP_K),
         lasting_buffer("draft_logprobs", np.float32, MAX_NODES, MAX_TOP_K),
     )
+    return tuple(replace(spec, zeroed=True) for spec in found)
 
 
 def chain_tables(max_sequences: int, carry_width: int) -> tuple[BufferSpec, ...]:

@@ -9,10 +9,9 @@ from typing import Any
 
 from cpmrt.config import ModelConfig
 from cpmrt.cuda.build.launcher import Launcher, Module
-from cpmrt.cuda.draft.forward import SCRATCH, every_inner_shape, every_shape
+from cpmrt.cuda.draft.forward import every_inner_shape, every_shape
 from cpmrt.cuda.draft.inner import InnerSteps, Loop
 from cpmrt.cuda.draft.launches import DraftLaunches, DraftParts
-from cpmrt.cuda.draft.memory import tree_tables
 from cpmrt.cuda.draft.several import captured_count, captured_counts, late_rows, most_sequences, waiting_rows
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.graphs import Graphs
@@ -127,9 +126,9 @@ class Speculation:
     def fill_tables(self, capacity: int, position_limit: int) -> None:
         """Fill the buffers, on the current stream. `capacity`: positions that a slot's own pages hold."""
         a = self._arrays
-        _clear(a)
+        _mark_empty(a)
         if self._inner is not None:
-            self._inner.clear(_clear)
+            self._inner.mark_empty(_mark_empty)
         fill(a["capacities"], capacity)
         tables = draft_tables(self._draft, self._max_context, position_limit)
         fill_tables(tables, a, self._launcher.modules.dtype)
@@ -247,14 +246,10 @@ class Speculation:
         self._rings.sent(1, ())
 
 
-def _clear(arrays: Mapping[str, Any]) -> None:
-    """Clear the arrays that the kernels of a draft expect to be clear, on the current stream."""
-    for spec in tree_tables(1, 1, 1, 1):
-        if spec.name in arrays:
-            arrays[spec.name].fill(0)
+def _mark_empty(arrays: Mapping[str, Any]) -> None:
+    """Mark a draft's rows as padding and clear its pages, on the current stream."""
     fill(arrays["draft_slots"], -1)
     # A window may leave out keys of a page by giving them weight 0, so even unwritten keys and values must be finite.
-    scratch = (f"{SCRATCH}{name}" for name in ("attention_arrivals", "packed_arrivals", "packed_counter"))
-    for name in ("draft.k_pages", "draft.v_pages", *scratch):
+    for name in ("draft.k_pages", "draft.v_pages"):
         if name in arrays:
             arrays[name].fill(0)

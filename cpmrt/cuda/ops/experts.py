@@ -109,7 +109,7 @@ class HeldRow:
 def expert_table(mlp: ExpertsMlp, hidden_size: int) -> BufferSpec:
     """Return the buffer, zero at first, that lives as long as the executor: words that blocks of EXPERTS_ROW share."""
     words = row_words(hidden_size, mlp.intermediate_size, mlp.experts_per_token)
-    return BufferSpec("expert_words", (words,), EMBED, HEAD, np.uint64)
+    return BufferSpec("expert_words", (words,), EMBED, HEAD, np.uint64, zeroed=True)
 
 
 def expert_workspace(

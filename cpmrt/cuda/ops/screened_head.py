@@ -143,7 +143,7 @@ class ScreenPlan:
         """Yield the buffers that live as long as the executor; the counters begin at zero."""
         yield BufferSpec(f"{COPY}.codes", (self.layout.num_bytes,), EMBED, HEAD, np.uint8, HEAD_COPY)
         yield BufferSpec("head_bounds", (self.layout.out_features,), EMBED, HEAD, np.float32, HEAD_COPY)
-        yield BufferSpec("screen_counters", (2,), EMBED, HEAD, np.uint64, HEAD_COPY)
+        yield BufferSpec("screen_counters", (2,), EMBED, HEAD, np.uint64, HEAD_COPY, zeroed=True)
 
     def workspace(self) -> Iterator[BufferSpec]:
         """Yield the buffers that live during the head of a step."""

@@ -83,9 +83,9 @@ def cuda_tables(
     return (
         *_attention(config, engine, max_context, device).tables,
         lasting_buffer("block_tables", np.int32, sequences, pages_for(max_context)),
-        lasting_buffer("slot_states", np.uint8, sequences, SLOT_STATE.itemsize),
-        lasting_buffer("token_counts", np.uint32, sequences, config.vocab_size),
-        lasting_buffer("step_context", np.uint8, STEP_CONTEXT.itemsize),
+        lasting_buffer("slot_states", np.uint8, sequences, SLOT_STATE.itemsize, zeroed=True),
+        lasting_buffer("token_counts", np.uint32, sequences, config.vocab_size, zeroed=True),
+        lasting_buffer("step_context", np.uint8, STEP_CONTEXT.itemsize, zeroed=True),
         lasting_buffer("sampled_slots", np.int32, MAX_ROWS),
         GEMM_WORKSPACE,
         *_expert_tables(config),
@@ -112,16 +112,16 @@ def _attention(
 def row_buffers(max_rows: int) -> tuple[BufferSpec, ...]:
     """Return the buffers for the rows of a step, at most `max_rows`: tokens, positions, slots, and a chunk's place."""
     return (
-        BufferSpec("token_ids", (max_rows,), EMBED, HEAD, np.int32),
-        BufferSpec("positions", (max_rows,), EMBED, HEAD, np.int32),
-        BufferSpec("slots", (max_rows,), EMBED, HEAD, np.int32),
-        BufferSpec("chunk", (4,), EMBED, HEAD, np.int32),
+        lasting_buffer("token_ids", np.int32, max_rows, zeroed=True),
+        lasting_buffer("positions", np.int32, max_rows, zeroed=True),
+        lasting_buffer("slots", np.int32, max_rows),
+        lasting_buffer("chunk", np.int32, 4, zeroed=True),
     )
 
 
-def lasting_buffer(name: str, dtype: ElementType, *shape: int) -> BufferSpec:
-    """Return a buffer that lives as long as the executor."""
-    return BufferSpec(name, shape, EMBED, HEAD, dtype)
+def lasting_buffer(name: str, dtype: ElementType, *shape: int, zeroed: bool = False) -> BufferSpec:
+    """Return a buffer that lives as long as the executor, or during a whole step."""
+    return BufferSpec(name, shape, EMBED, HEAD, dtype, zeroed=zeroed)
 
 
 def cuda_needs(

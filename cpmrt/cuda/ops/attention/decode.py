@@ -144,9 +144,10 @@ class DecodePlan:
         merges them, and counters of the blocks that have left theirs, which are zero before and after a launch."""
         heads, clusters = self.tree_heads if self.has_tree_kernel else self.heads, self.num_splits // self.cluster
         partials = MAX_ROWS * self.units * clusters * heads * self.constants.head_dim * 5 // 4
+        arrivals = MAX_ROWS * self.units * self.cluster
         return (
             BufferSpec("attention_partials", (partials,), EMBED, HEAD, np.float32),
-            BufferSpec("attention_arrivals", (MAX_ROWS * self.units * self.cluster,), EMBED, HEAD, np.int32),
+            BufferSpec("attention_arrivals", (arrivals,), EMBED, HEAD, np.int32, zeroed=True),
         )
 
     @property

@@ -101,9 +101,12 @@ def packed_tables(specs: Sequence[TensorSpec], device: Device) -> tuple[BufferSp
     """Return the buffers that live as long as the executor, zero at first: the arrival counters, which every product
     leaves at zero, and the counter that launches of several products add to."""
     counts = [plan.num_arrivals for plan in _plans(specs, device)]
-    arrivals = (BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, np.int32),) if any(counts) else ()
-    counter = (BufferSpec("packed_counter", (1,), EMBED, HEAD, np.uint64),) if joins_products(specs, device) else ()
-    return *arrivals, *counter
+    found = []
+    if any(counts):
+        found.append(BufferSpec("packed_arrivals", (max(counts),), EMBED, HEAD, np.int32, zeroed=True))
+    if joins_products(specs, device):
+        found.append(BufferSpec("packed_counter", (1,), EMBED, HEAD, np.uint64, zeroed=True))
+    return tuple(found)
 
 
 def packed_workspace(
