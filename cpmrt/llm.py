@@ -109,9 +109,11 @@ class LLM:
     ):
         budget = parse_bytes(memory_budget) if isinstance(memory_budget, str | float) else memory_budget
         settings = EngineConfig(
-            executor, dtype, max_context, budget, load_format, seed, prefill_chunk, max_sequences,
-            cuda_graphs, dependent_launch, steps_per_launch, lm_head_bits, prefix_cache, kv_dtype=kv_dtype,
-            prefix_dir=str(prefix_dir) if isinstance(prefix_dir, Path) else prefix_dir, lm_head_screen=lm_head_screen,
+            executor=executor, dtype=dtype, max_context=max_context, memory_budget=budget, load_format=load_format,
+            seed=seed, prefill_chunk=prefill_chunk, max_sequences=max_sequences, cuda_graphs=cuda_graphs,
+            dependent_launch=dependent_launch, steps_per_launch=steps_per_launch, lm_head_bits=lm_head_bits,
+            lm_head_screen=lm_head_screen, prefix_cache=prefix_cache, kv_dtype=kv_dtype,
+            prefix_dir=str(prefix_dir) if isinstance(prefix_dir, Path) else prefix_dir,
         )  # fmt: skip
         if on_step is not None and not callable(on_step):
             raise ConfigError("on_step", expected="a function of a step and its result", actual=quoted(on_step))
@@ -138,9 +140,8 @@ class LLM:
         from cpmrt.sharing.shared_engine import SharedEngine
 
         # Nothing here refers back to the LLM, so that its memory is freed as soon as nobody refers to it any more.
-        loaded, shared = self._loaded, SharedEngine(engine, self.tokenizer)
-        prefixes = Prefixes(loaded.folder, loaded.settings, loaded.plan, shared)
-        self._shared, self._prefixes = shared, prefixes
+        loaded, self._shared = self._loaded, SharedEngine(engine, self.tokenizer)
+        self._prefixes = prefixes = Prefixes(loaded.folder, loaded.settings, loaded.plan, self._shared)
         self.maker = JobMaker(
             engine, self.config, self.tokenizer, self.chat_template, self.sampling_defaults, self._seed,
             prefixes.prepare if prefixes.has_folder else None,

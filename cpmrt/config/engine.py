@@ -39,7 +39,8 @@ class EngineConfig:
     `dependent_launch` False keeps a kernel from starting while the one before it ends (sm_90 and later).
     `steps_per_launch` equal decode steps are one launch of a graph that loops, where so many are wanted and nothing
     comes between them. Up to twice as many steps are then submitted before their results are read, and a new request
-    has to wait for these. None of these settings changes a bit of the output.
+    has to wait for these. None of these settings changes a bit of the output, except that a model with LongRoPE chooses
+    its list of factors by `max_context`.
 
     `lm_head_bits` 8 or 4 rounds the output head to that many bits while it is loaded (None: it stays as it is). With
     `lm_head_screen` a GPU keeps an 8-bit copy of a head in 16 bits. A step reads the whole copy, and of the head itself

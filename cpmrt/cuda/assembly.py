@@ -87,9 +87,9 @@ class CudaTarget:
         """Return the buffers of steps, ops and drafting. Raises UnsupportedModelError."""
         if draft is None:
             return cuda_needs(config, settings, specs, self.device)
-        from cpmrt.cuda.draft.forward import executor_needs
+        from cpmrt.cuda.draft.memory import needs_with_draft
 
-        return executor_needs(config, settings, specs, draft, self.device)
+        return needs_with_draft(config, settings, specs, draft, self.device)
 
 
 def fetch_weights(folder: ModelFolder, settings: EngineConfig) -> None:

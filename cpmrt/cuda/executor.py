@@ -306,7 +306,7 @@ class CudaExecutor:
             write_pages(self.plan.paged(self._arrays), pages, contents, self.stream)
 
     def close(self) -> None:
-        """Free graphs, arena and host memory, also after a fault of the device."""
+        """Free graphs, arena and host memory. After a fault of the device its context has no memory left to free."""
         if self._closed:
             return
         self._closed = True

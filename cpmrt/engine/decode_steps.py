@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from cpmrt.engine import transitions
+from cpmrt.engine.draft_policy import PLAIN, DraftPolicy
 from cpmrt.engine.repeats import RepeatedText
 from cpmrt.engine.sequence import Phase, Sequence
-from cpmrt.engine.speculation import PLAIN, DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
 from cpmrt.executor import Decode, ExecutorLimits, Speculate, Step, StepResult
 

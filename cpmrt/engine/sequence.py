@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from cpmrt.config import Sampling
+from cpmrt.engine.draft_policy import DraftPolicy
 from cpmrt.engine.guide import Guide, Matcher
 from cpmrt.engine.late_form import LateForm, Trigger
 from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages
 from cpmrt.engine.repeats import RepeatedText
-from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts, GenerationStats
 from cpmrt.executor import SlotResult
 

@@ -1,6 +1,6 @@
 """The pure part of the engine: it chooses the next step of a sequence and applies results. No clock, no device.
 
-Its functions change nothing but the sequence they are given.
+Its functions change nothing but the sequence they are given; `release_pages` also gives its pages to the prefix cache.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from cpmrt.engine.draft_policy import PLAIN
 from cpmrt.engine.guide import Guide
 from cpmrt.engine.guide import fill_masks as fill_masks_of
 from cpmrt.engine.loops import LoopGuard
 from cpmrt.engine.prefix_cache import HeldPages, PrefixCache
 from cpmrt.engine.sequence import Phase, Request, Sequence
-from cpmrt.engine.speculation import PLAIN
 from cpmrt.errors import MaskError, NonFiniteLogitsError
 from cpmrt.executor import (
     MAX_ROWS,

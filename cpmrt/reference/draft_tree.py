@@ -16,7 +16,7 @@ import numpy as np
 from cpmrt.config import TreeShape
 from cpmrt.config.speculation import LONGEST_MATCH
 from cpmrt.dtypes import F32, Array
-from cpmrt.reference.sampling import log_softmax
+from cpmrt.log_probabilities import log_softmax
 
 
 @dataclass(frozen=True)

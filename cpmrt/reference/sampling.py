@@ -18,8 +18,8 @@ import numpy as np
 
 from cpmrt.config import Sampling
 from cpmrt.dtypes import F32, Array
-from cpmrt.errors import NonFiniteLogitsError
 from cpmrt.executor import TokenLogprobs
+from cpmrt.log_probabilities import log_softmax
 from cpmrt.reference.philox import gumbel
 
 
@@ -90,24 +90,6 @@ def _top_p_threshold(logits: F32, top_p: float) -> float:
     mass = np.cumsum(weights, dtype=np.float64)
     reached = int(np.searchsorted(mass, top_p * mass[-1]))
     return float(descending[min(reached, len(descending) - 1)])
-
-
-def log_softmax(logits: F32) -> F32:
-    """Return the logarithm of the softmax over the last axis, in float32."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    logprobs: F32 = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return logprobs
-
-
-def checked_log_softmax(logits: F32, position: int) -> F32:
-    """Return `log_softmax` of rows [T, V]; `position` is that of the token after the first row.
-
-    Raises NonFiniteLogitsError.
-    """
-    bad = np.flatnonzero(~np.isfinite(logits.max(axis=-1)))
-    if len(bad):
-        raise NonFiniteLogitsError.at(position + int(bad[0]))
-    return log_softmax(logits)
 
 
 def token_logprobs(logits: F32, token_id: int, count: int) -> TokenLogprobs:

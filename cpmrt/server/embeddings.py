@@ -52,9 +52,9 @@ class Embeddings:
         """Embed the texts. Raises CpmrtError."""
         at_once = self._llm.engine.limits.max_sequences
         for start in range(0, len(self._readings), at_once):
-            if self._is_cancelled:
-                return
             self._running = self._readings[start : start + at_once]
+            if self._is_cancelled:  # looked at behind the readings, which `cancel` would end otherwise
+                return
             self._llm.shared.run(self._running)
         if not self._is_cancelled:
             self.answer = json_parts(self._content())

@@ -12,7 +12,7 @@ from cpmrt import LLM
 from cpmrt.dtypes import F32
 from cpmrt.engine.checks import check_prompt
 from cpmrt.executor import TokenLogprobs
-from cpmrt.reference.sampling import checked_log_softmax
+from cpmrt.log_probabilities import checked_log_softmax
 from cpmrt.server.token_logprobs import CompletionLogprobs
 from cpmrt.sharing.jobs import Reading
 
@@ -44,9 +44,9 @@ class PromptScores:
     def run(self) -> None:
         """Score the prompts. Raises CpmrtError."""
         for prompt in self._prompts:
-            if self._is_cancelled:
-                return
             self._reading = reading = Reading(len(prompt.token_ids), _Work(self._llm, prompt))
+            if self._is_cancelled:  # looked at behind the reading, which `cancel` would end otherwise
+                return
             self._llm.shared.run([reading])
             for writer in prompt.writers if reading.result is not None else ():
                 writer.add_prompt(reading.result)

@@ -109,7 +109,7 @@ class Reading:
 
     `work(slot, block_table)` yields where other jobs may have a step, and its return value becomes `result`. Pages that
     are known to hold the beginning of `prompt_ids` are shared (`Loan`). Unless it `waits` for a slot, it ends with
-    NoSlotError where none is free.
+    NoSlotError where none is free. One that was cancelled before it was submitted ends without having begun.
     """
 
     num_tokens: int
@@ -120,6 +120,7 @@ class Reading:
     receiver: Receiver = field(init=False, repr=False)
     loan: Loan | None = None
     running: Generator[None, None, Any] | None = None
+    is_cancelled: bool = False
 
     def ended(self, error: Exception | None = None) -> Ended:
         """Return the end of this job, with its error if it has failed."""

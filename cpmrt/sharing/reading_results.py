@@ -8,6 +8,7 @@ import numpy as np
 
 from cpmrt.dtypes import F32
 from cpmrt.errors import NonFiniteLogitsError
+from cpmrt.log_probabilities import checked_log_softmax
 
 
 def joined(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
@@ -21,8 +22,6 @@ def joined(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None,
 
 def scores(ids: tuple[int, ...], chunks: Iterator[F32]) -> Generator[None, None, F32]:
     """Return the log-probability of each of `ids` after the first, by chunks of logits: float32 [T - 1]."""
-    from cpmrt.reference.sampling import checked_log_softmax
-
     parts, start = list[F32](), 0
     for logits in chunks:
         following = np.array(ids[start + 1 : start + 1 + len(logits)], np.int64)

@@ -288,6 +288,8 @@ class SharedEngine:
             elif isinstance(job, Generation):
                 self._generations[job.sequence] = job
                 self.engine.queue(job.sequence)
+            elif job.is_cancelled:
+                self._run_end(job)
             elif not (job.waits or self.engine.has_free_slot):
                 self._run_end(job, NoSlotError("every slot is taken"))
             else:
@@ -297,6 +299,7 @@ class SharedEngine:
     def _run_cancel(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if isinstance(job, Reading):
+                job.is_cancelled = True
                 if job.loan in self._readings:
                     self._run_end(job)
             elif job.sequence in self._generations:

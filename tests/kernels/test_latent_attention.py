@@ -22,6 +22,7 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.products import Products
 from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import PAGE_SIZE, CacheLayout
 from cpmrt.models.mixers import latent
 from cpmrt.ops import OPS, LatentWeights, Rows
@@ -47,7 +48,7 @@ def mixer_of(sizes: Sizes) -> LatentAttention:
 
 def plan_of(sizes: Sizes, device: Any, max_context: int = 8192) -> LatentPlan:
     caches = CacheLayout((latent.caches(mixer_of(sizes), "auto"),), max_context, max_sequences=4)
-    return LatentPlan.of(mixer_of(sizes), device, caches, max_rows=1024)
+    return LatentPlan.of(mixer_of(sizes), device, caches, max_rows=1024, step_rows=MAX_ROWS)
 
 
 class LatentDevice:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from cpmrt.config import Sampling
+from cpmrt.log_probabilities import log_softmax
 from cpmrt.reference.philox import gumbel, philox
-from cpmrt.reference.sampling import keep_mask, log_softmax, penalise, sample, token_logprobs
+from cpmrt.reference.sampling import keep_mask, penalise, sample, token_logprobs
 
 VOCAB = 24
 LOGITS = arrays(np.float32, VOCAB, elements=st.floats(-30, 30, width=32))

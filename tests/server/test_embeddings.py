@@ -120,3 +120,15 @@ def test_a_client_that_leaves_during_the_last_texts_gets_no_answer(llm):
     reading.work = left
     work.run()
     assert work.answer == ()
+
+
+def test_a_client_that_leaves_while_its_texts_are_about_to_be_submitted_occupies_nothing(llm):
+    service = SimpleNamespace(engine=SimpleNamespace(llm=llm), settings=ServerSettings("demo"))
+    work = Embeddings(service, {"input": TEXTS[0]})
+    work.cancel()
+    (reading,) = work._readings
+    work.run()
+    assert work.answer == () and reading.result is None
+    llm.shared.cancel([reading])
+    llm.shared.run([reading])
+    assert reading.result is None

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.config import TreeShape
-from cpmrt.engine.speculation import PLAIN, AcceptEstimate, DraftPolicy
+from cpmrt.engine.draft_policy import PLAIN, AcceptEstimate, DraftPolicy
 
 TREES = (TreeShape(2, 10, 12), TreeShape(1, 8, 8), TreeShape(3, 8, 24), TreeShape(4, 10, 32))
 CHAINS = (TreeShape.chain(5), TreeShape.chain(3), TreeShape.chain(8))

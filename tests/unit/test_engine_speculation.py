@@ -9,9 +9,9 @@ from scripted import TREE_SHAPES, ScriptedExecutor, plain_continuation
 
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
+from cpmrt.engine.draft_policy import DraftPolicy
 from cpmrt.engine.repeats import RepeatedText
 from cpmrt.engine.sequence import Phase, Sequence
-from cpmrt.engine.speculation import DraftPolicy
 from cpmrt.engine.stats import AcceptCounts
 from cpmrt.engine.transitions import apply, cut
 from cpmrt.executor import Decode, ExecutorLimits, Release, SlotResult, Speculate, StepParts

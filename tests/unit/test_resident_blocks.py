@@ -74,6 +74,17 @@ def test_blocks_that_wait_for_each_other_must_all_find_room(monkeypatch):
     check_all_resident(kernel, 128, 256, 1000)
 
 
+def test_a_driver_that_fails_is_not_taken_for_a_device_without_room(monkeypatch):
+    class CudaError(Exception):
+        pass
+
+    driver_that_says(monkeypatch, affinity=64)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.runtime", SimpleNamespace(CUDARuntimeError=CudaError))
+    sys.modules["cuda.bindings"].driver.cuOccupancyMaxActiveBlocksPerMultiprocessor = lambda *arguments: (719, None)
+    with pytest.raises(CudaError, match="719"):
+        check_all_resident(SimpleNamespace(name="product_bf16", handle=1), 1, 256, 1000)
+
+
 class Modules:
     """Stand-in for cpmrt's `Modules` that, like it, loads each kernel once."""
 

@@ -233,6 +233,20 @@ def test_a_forked_process_reads_no_stream_of_its_parent(monkeypatch):
     assert [*first[1], *rest] == plain_continuation([5], 2, 12, set())
 
 
+def test_a_reading_that_is_cancelled_before_it_is_submitted_never_begins():
+    """A server's thread may cancel between a look at whether the client has left and the submission."""
+    shared, inbox = shared_engine(1), Inbox()
+
+    def work(slot, block_table):
+        raise AssertionError("it has begun")
+
+    reading = Reading(8, work)
+    shared.cancel((reading,))
+    shared.submit((reading,), inbox)
+    assert shared.next(inbox) == (reading, Ended("done")) and reading.result is None
+    check_whole(shared)
+
+
 def test_a_reading_that_fails_tells_its_caller():
     shared, inbox = shared_engine(1), Inbox()
 

@@ -12,7 +12,7 @@ from demo_model.corpus import is_held_out, is_wanted, read_document, standard_li
 
 from cpmrt import LLM
 from cpmrt.dtypes import F32, Array
-from cpmrt.reference.sampling import log_softmax
+from cpmrt.log_probabilities import log_softmax
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import numpy as np
 from cpmrt import LLM
 from cpmrt.config import SparseConfig
 from cpmrt.dtypes import F32, Array, DType
+from cpmrt.log_probabilities import log_softmax
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
 from cpmrt.ops import KVPages, Rows, Selection
 from cpmrt.reference.executor import ReferenceExecutor
 from cpmrt.reference.kv_rows import gather_row
 from cpmrt.reference.ops import NumpyOps
-from cpmrt.reference.sampling import log_softmax
 from cpmrt.reference.sparse_attention import block_scores, choose_blocks, compressed_of_row
 
 

@@ -10,7 +10,7 @@ from demo_model.retrieval import Tokens
 
 from cpmrt import LLM
 from cpmrt.dtypes import F32
-from cpmrt.reference.sampling import log_softmax
+from cpmrt.log_probabilities import log_softmax
 from sparse_evaluation.needles import logit_chunks
 
 

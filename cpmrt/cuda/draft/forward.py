@@ -2,142 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.launcher import Launcher
-from cpmrt.cuda.draft.block import block_modules, block_tables
-from cpmrt.cuda.draft.memory import chain_tables, is_inner, tree_tables
+from cpmrt.cuda.draft.memory import SCRATCH
 from cpmrt.cuda.draft.several import captured_counts, waiting_rows
-from cpmrt.cuda.draft.structs import MAX_TREES
 from cpmrt.cuda.driver.array import DeviceArray
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.load.repack import STAGING, staging_buffers
 from cpmrt.cuda.ops.attention.attention import AttentionPlan
-from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.ops.cuda_ops import CudaOps
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
-from cpmrt.cuda.ops.linear_packed.products import packed_tables
-from cpmrt.cuda.ops.products import product_workspace
-from cpmrt.cuda.step.memory import cuda_needs
 from cpmrt.memory.caches import CacheLayout
-from cpmrt.models.draft import LAST_PHASE, PREFIX, Draft, DraftModel
+from cpmrt.models.draft import PREFIX, Draft, DraftModel
 from cpmrt.models.drafts.dspark import MarkovWeights
-from cpmrt.models.planning import ExecutorNeeds
 from cpmrt.ops import ANY_ROWS, RowKind, Rows
 from cpmrt.speculation.procedure import MAX_WAITING
-from cpmrt.tensor_spec import BufferSpec, TensorSpec
-
-SCRATCH = "draft_scratch."
-"""The prefix of the names of buffers that the draft's ops need in sizes of their own."""
-
-
-def executor_needs(
-    config: ModelConfig,
-    engine: EngineConfig,
-    specs: Sequence[TensorSpec],
-    draft: Draft,
-    device: Device,
-) -> ExecutorNeeds:
-    """Return the memory that the executor needs for a target with the weights `specs` and for its draft.
-
-    Raises UnsupportedModelError.
-    """
-    needs = cuda_needs(config, engine, specs, device)
-    for one in filter(None, (draft, draft.inner)):
-        block_modules(one)  # raises UnsupportedModelError for sizes that the kernels do not take
-    needs = _with_draft(needs, draft, specs, device, max_sequences=engine.max_sequences)
-    return _with_inner(needs, draft, device, max_sequences=engine.max_sequences) if draft.inner else needs
-
-
-def _with_draft(
-    needs: ExecutorNeeds,
-    draft: Draft,
-    specs: Sequence[TensorSpec],
-    device: Device,
-    *,
-    max_sequences: int,
-) -> ExecutorNeeds:
-    """Return `needs`, those of the target, with the draft's buffers added."""
-    assert needs.max_rows is not None
-    max_rows = needs.max_rows
-    workspace = [spec for spec in needs.workspace if spec.name != STAGING]
-    workspace += staging_buffers((*specs, *draft.tensors))
-
-    counters = packed_tables(_weights(draft, specs), device)
-    num_drafting = 1 if draft.inner else min(max_sequences, MAX_TREES)
-
-    def tables(max_context: int) -> tuple[BufferSpec, ...]:
-        own = _draft_tables(draft, counters, max_context, device)
-        tree = tree_tables(max_sequences, max_context, max_rows, draft.config.hidden_width)
-        return (*needs.tables(max_context), *tree, *block_tables(draft, num_drafting), *own)
-
-    return replace(
-        needs,
-        tables=tables,
-        workspace=(*workspace, *_draft_workspace(draft, specs, max_rows, device)),
-        num_drafting=num_drafting,
-    )
-
-
-def _with_inner(needs: ExecutorNeeds, draft: Draft, device: Device, *, max_sequences: int) -> ExecutorNeeds:
-    """Return `needs` with the buffers of a small model's own draft added, whose target is the small model."""
-    assert draft.inner is not None
-    head, width = draft.inner.head, draft.inner.config.hidden_width
-    inner = replace(draft.inner, specs=_as_targets(draft.inner.specs), head=head and _as_targets((head,))[0])
-    alone = ExecutorNeeds(max_rows=needs.max_rows)
-    found = _with_draft(alone, inner, _as_targets(draft.specs), device, max_sequences=max_sequences)
-
-    def tables(max_context: int) -> tuple[BufferSpec, ...]:
-        own = (*filter(is_inner, found.tables(max_context)), *chain_tables(max_sequences, width))
-        return (*needs.tables(max_context), *(replace(spec, name=PREFIX + spec.name) for spec in own))
-
-    # The passes of an inner draft come after those of the small model.
-    workspace = (
-        replace(spec, name=PREFIX + spec.name, last=2 * LAST_PHASE) for spec in found.workspace if spec.name != STAGING
-    )
-    return replace(needs, tables=tables, workspace=(*needs.workspace, *workspace))
-
-
-def _as_targets(specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return weights of a small model, or of its draft, under the names that a target's, or its draft's, have."""
-    return tuple(replace(spec, name=spec.name.removeprefix(PREFIX)) for spec in specs)
-
-
-def _weights(draft: Draft, specs: Sequence[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return the weights of the draft's products: its own, and if it has no head, the target's among `specs`."""
-    if any(spec.name == f"{PREFIX}lm_head" for spec in draft.tensors):
-        return draft.tensors
-    return (*draft.tensors, *(spec for spec in specs if spec.name == "lm_head"))
-
-
-def _draft_tables(
-    draft: Draft, counters: Sequence[BufferSpec], max_context: int, device: Device
-) -> tuple[BufferSpec, ...]:
-    """Return the buffers of the draft's ops that live as long as the executor; `counters`: of its products."""
-    config = draft.config.decoder
-    if config is None:
-        return ()
-    attention = DecodePlan.of(config.attention, device, max_context)
-    return tuple(_scratch(spec) for spec in (*attention.tables, *counters))
-
-
-def _draft_workspace(
-    draft: Draft, specs: Sequence[TensorSpec], max_rows: int, device: Device
-) -> tuple[BufferSpec, ...]:
-    """Return the buffers of a pass of at most `max_rows` rows, during which nothing of the target runs."""
-    config = draft.config.decoder
-    if config is None:
-        return ()
-    products = product_workspace(_weights(draft, specs), config, max_rows, device)
-    return tuple(_scratch(spec) for spec in products)
-
-
-def _scratch(spec: BufferSpec) -> BufferSpec:
-    return replace(spec, name=SCRATCH + spec.name, first=0, last=LAST_PHASE)
 
 
 class DraftForward:

@@ -38,6 +38,7 @@ from cpmrt.cuda.step.kernels import ROW_THREADS, row_blocks
 from cpmrt.cuda.step.masks import TreeRing
 from cpmrt.cuda.step.rings import Rings
 from cpmrt.cuda.step.structs import CATCH_UP, SPECULATE
+from cpmrt.errors import UnsupportedModelError
 from cpmrt.memory.caches import CacheLayout
 
 
@@ -72,7 +73,7 @@ TARGET_ROWS = (*_ROW, "tree_masks", "tree_base")
 _COPY_THREADS, _LOOKUP_THREADS, _CHUNK_THREADS = 256, 1024, 1024
 _BEGIN_THREADS, _MOST_BEGIN_BLOCKS = 1024, 4
 _MOST_MOVED = 3
-"""The most caches whose rows `accept` moves; all have the shape of the first."""
+"""The most caches whose rows `accept` moves."""
 
 
 def tree_modules(config: ModelConfig, device: Device, draft_vocab: int) -> tuple[Module, ...]:
@@ -147,7 +148,7 @@ class TreeKernels:
         position_offset: int = 1,
         reports: bool = True,
     ):
-        self._launch, self._state, self._moved = launcher, DraftState.of(arrays), caches.moved(arrays)
+        self._launch, self._state, self._moved = launcher, DraftState.of(arrays), _checked_moved(caches.moved(arrays))
         commands, results = rings.addresses
         self._results = results if reports else None
         self._in = commands, np.int32(rings.command_bytes)
@@ -331,6 +332,17 @@ class TreeKernels:
 
     def _start(self, spec: KernelSpec, grid: Dimensions, block: int, *args: KernelArgument) -> None:
         self._launch(spec, self._modules[spec.file], grid, block, *args)
+
+
+def _checked_moved(moved: list[DeviceArray]) -> list[DeviceArray]:
+    """Return the caches whose rows move. Raises UnsupportedModelError for those that `accept` does not take."""
+    shapes = {cache.shape for cache in moved}
+    if len(moved) > _MOST_MOVED or len(shapes) > 1:
+        raise UnsupportedModelError(
+            "a draft cannot be used with these caches", expected=f"at most {_MOST_MOVED} of one shape whose rows move",
+            actual=f"{len(moved)} of {len(shapes)} shapes", fix="run this model without a draft",
+        )  # fmt: skip
+    return moved
 
 
 def _of_trees(blocks: int, num_trees: int) -> int | tuple[int, int]:

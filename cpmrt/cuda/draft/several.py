@@ -13,7 +13,7 @@ from cpmrt.models.draft import Draft
 
 _ALONE: dict[str, Callable[[Draft, CacheLayout], bool]] = {
     "a small model with a draft of its own: its chain is a loop of steps": lambda draft, _: draft.inner is not None,
-    "recurrent states: the rows of a step are one chain": lambda _, caches: "lightning_chain" in caches.specs,
+    "recurrent states: the rows of a step are one chain": lambda _, caches: caches.has_state,
 }
 """Reasons for a step to have one sequence only, each with a function that says whether it applies."""
 _LATE_ROWS = 16

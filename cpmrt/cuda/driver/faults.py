@@ -26,8 +26,8 @@ def device_faults() -> Iterator[None]:
 
 
 def device_fault(error: Exception) -> CpmrtError:
-    """Return the error to raise for a CUDARuntimeError or CUDADriverError: MemoryPlanError or DeviceError."""
-    if getattr(error, "status", None) == OUT_OF_MEMORY:
+    """Return the error to raise for CuPy's: MemoryPlanError where the GPU has no memory left, else DeviceError."""
+    if getattr(error, "status", None) == OUT_OF_MEMORY or isinstance(error, MemoryError):
         return MemoryPlanError(
             "the GPU has less free memory than was planned for",
             actual=str(error),

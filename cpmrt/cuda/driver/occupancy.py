@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cpmrt.cuda.driver.faults import checked
 from cpmrt.cuda.driver.launch import Kernel, allow_wide_clusters, launch_config
 from cpmrt.errors import DeviceError
 
@@ -62,12 +63,14 @@ def check_all_resident(kernel: Kernel, num_blocks: int, block: int, shared_bytes
     """Raise DeviceError unless all blocks of a launch run at once: otherwise blocks that wait for each other never end.
 
     `block`: threads of each; `shared_bytes`: its dynamic shared memory, which the kernel must have been allowed.
+    Raises CUDARuntimeError where the driver does not answer.
     """
     from cuda.bindings import driver
 
     count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-    num_sms = multiprocessors(_asked("cuDeviceGetAttribute", count, _asked("cuCtxGetDevice")) or 1)
-    at_once = num_sms * (_asked("cuOccupancyMaxActiveBlocksPerMultiprocessor", kernel.handle, block, shared_bytes) or 0)
+    num_sms = multiprocessors(checked(driver.cuDeviceGetAttribute(count, checked(driver.cuCtxGetDevice()))))
+    of_one = checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernel.handle, block, shared_bytes))
+    at_once = num_sms * of_one
     if at_once < num_blocks:
         raise DeviceError(
             f"the blocks of {kernel.name} wait for each other and do not all find room on the GPU",

@@ -15,7 +15,6 @@ from cpmrt.cuda.ops import rows as row_ops
 from cpmrt.cuda.ops.attention.attention import AttentionOps, AttentionPlan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.products import Products
-from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
 
 # The ops of kinds of layers that most models do not have are imported for a model that has them.
@@ -80,7 +79,7 @@ def _expert_ops(device: Device, launcher: Launcher, scratch: Mapping[str, Device
 
 
 def attention_plan(
-    config: ModelConfig, device: Device, caches: CacheLayout, max_rows: int, step_rows: int = MAX_ROWS
+    config: ModelConfig, device: Device, caches: CacheLayout, max_rows: int, step_rows: int
 ) -> AttentionPlan | LatentPlan:
     """Return the plan of the attention that layers share, for chunks of at most `max_rows` rows and other steps of at
     most `step_rows` rows."""

@@ -141,7 +141,7 @@ class LatentPlan:
 
     @classmethod
     def of(
-        cls, shape: LatentAttention, device: Device, caches: CacheLayout, max_rows: int, step_rows: int = MAX_ROWS
+        cls, shape: LatentAttention, device: Device, caches: CacheLayout, max_rows: int, step_rows: int
     ) -> LatentPlan:
         """Plan attention over the pages of these caches."""
         pages = caches.pages_per_sequence

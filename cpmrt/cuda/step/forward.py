@@ -21,6 +21,7 @@ from cpmrt.cuda.ops.cuda_ops import CudaOps, attention_plan
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.kv import accept_nodes, compress_path
 from cpmrt.cuda.ops.screened_head import COPY, ScreenedHead, ScreenPlan
+from cpmrt.executor import MAX_ROWS
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.decoder import BoundLayer, Decoder
 from cpmrt.models.mixers.grouped import BoundAttention, kv_pages
@@ -47,7 +48,8 @@ class StepForward:
         results: np.uint64 | None = None,
     ):
         self._model, self._arrays = Decoder.bind(config, arrays, caches, taps), arrays
-        plan = attention_plan(config, device, caches, max_rows=len(arrays["x"]))
+        step_rows = len(arrays["latent_queries"]) if "latent_queries" in arrays else MAX_ROWS
+        plan = attention_plan(config, device, caches, len(arrays["x"]), step_rows)
         self._launch, self.ops = launcher, CudaOps(device, launcher, gemm, arrays, plan)
         self._attention = plan if isinstance(plan, AttentionPlan) else None
         self._has_short_row = self._attention is not None and _has_short_row(
