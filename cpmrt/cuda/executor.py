@@ -17,6 +17,7 @@ from cpmrt.config import EngineConfig
 from cpmrt.cuda.arena import held_arrays
 from cpmrt.cuda.build.launcher import Launcher
 from cpmrt.cuda.build.modules import Modules
+from cpmrt.cuda.driver.context import await_setup
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.device_memory import DeviceBuffer
 from cpmrt.cuda.driver.faults import device_faults
@@ -369,6 +370,7 @@ class CudaExecutor:
         self._slot_states.load()
         if self._speculation is not None:
             self._speculation.load()
+        await_setup()
         self.stream.synchronize()
         graphs, steps = self._graphs, self._steps
         after_decode = None if self._speculation is None else self._speculation.after_decode

@@ -35,6 +35,8 @@ def threads(monkeypatch):
     """An object whose `join` waits for the threads that were begun; an error in one of them fails the test."""
     errors = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
+    monkeypatch.setattr(context, "_has_begun", threading.Lock())
+    monkeypatch.setattr(context, "_threads", [])
     yield SimpleNamespace(join=lambda: [each.join() for each in threading.enumerate() if each.name == "cpmrt-context"])
     assert not errors
 
@@ -58,6 +60,28 @@ def test_a_thread_creates_it(monkeypatch, threads, failing, expected):
     begin_device(EngineConfig("auto", "auto", None, None, "auto"))
     threads.join()
     assert names(driver) == expected and {thread for _, thread in driver.calls} == {"cpmrt-context"}
+
+
+def test_it_happens_once_and_can_be_waited_for(monkeypatch, threads):
+    """A graph must not be captured while the thread gives the library back: that waits for the whole device."""
+    driver, may_end, ended = Driver(), threading.Event(), []
+
+    def make_ready():
+        may_end.wait(10)
+        ended.append(True)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(blaslt, "make_ready", make_ready)
+    context.await_setup()
+    for _ in range(3):
+        context.begin_context()
+    waiting = threading.Thread(target=context.await_setup)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive() and not ended
+    may_end.set()
+    waiting.join()
+    assert ended == [True] and names(driver) == CALLS[:-1]
 
 
 def test_without_cupy_the_device_stays_as_it_is(monkeypatch):

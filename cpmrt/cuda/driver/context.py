@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from threading import Thread
+from threading import Lock, Thread
+
+_has_begun = Lock()
+"""Held from the first call of `begin_context` on: a process makes context and library ready once."""
+_threads: list[Thread] = []
 
 
 def begin_context() -> None:
     """Have a thread create the primary context of the first GPU, which CuPy uses too, and make cuBLASLt ready there.
 
     Both take some tenths of a second, without Python's lock. Failures are ignored here: `open_device` reports those of
-    the device, `Gemm.reason` those of cuBLASLt.
+    the device, `Gemm.reason` those of cuBLASLt. Does nothing from the second call on.
     """
-    Thread(target=_create, name="cpmrt-context").start()
+    if _has_begun.acquire(blocking=False):
+        thread = Thread(target=_create, name="cpmrt-context")
+        thread.start()
+        _threads.append(thread)
+
+
+def await_setup() -> None:
+    """Wait until that thread has ended.
+
+    To be called before a graph is captured: when cuBLASLt is ready, the thread gives it back, which waits for the whole
+    device and so spoils a capture that goes on meanwhile.
+    """
+    for thread in _threads:
+        thread.join()
 
 
 def _create() -> None:
