@@ -266,6 +266,8 @@ def test_settings_can_be_taken_back_and_stop_takes_any_text(chat, capsys, lines,
 
 @pytest.mark.parametrize(("line", "message"), [
     ("/set temprature 1", "/set temprature: there is no such setting; did you mean temperature?"),
+    ("/set topk 3", "/set topk: there is no such setting; did you mean top_k?"),
+    ("/set foo 1", "/set foo: there is no such setting; one of max_new_tokens, temperature, top_k, top_p, "),
     ("/set temperature hot", "/set temperature: expected a number"),
     ("/set temperature", "/set temperature: expected a value"),
     ("/set thinking maybe", "expected on or off"),
