@@ -58,8 +58,8 @@ class JobMaker:
     sampling_defaults: SamplingDefaults
     seed: int
     on_chat: Callable[[Sequence[int], Sequence[Message], _TokensOf], None] | None = None
-    """Called with each chat's token ids before they are returned, its messages, and a function that gives the token ids
-    of other messages under the same options."""
+    """Called with the token ids of each chat that is to be answered, its messages, and a function that gives the token
+    ids of other messages under the same options."""
     _numbers: Numbers = field(default_factory=count)
 
     def numbers(self, prompts: Sized | None, params: SamplingParams | Sequence[SamplingParams] | None) -> Numbers:
@@ -226,7 +226,23 @@ class JobMaker:
         ids_of = self.chat_reader(**options)
         return of_each("prompts", messages, ids_of) if are_conversations(messages) else ids_of(messages)
 
-    def chat_reader(
+    def chat_reader(self, **options: Any) -> Callable[[Any], list[int]]:
+        """Return a function that gives a conversation's token ids, for an answer: `on_chat` hears of it.
+
+        `options` and errors as of `chat_renderer`.
+        """
+        tokens_of, on_chat = self.chat_renderer(**options), self.on_chat
+        if on_chat is None:
+            return tokens_of
+
+        def ids_of(messages: Sequence[Message]) -> list[int]:
+            ids = tokens_of(messages)
+            on_chat(ids, messages, tokens_of)
+            return ids
+
+        return ids_of
+
+    def chat_renderer(
         self,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -234,8 +250,8 @@ class JobMaker:
         add_generation_prompt: bool = True,
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Callable[[Any], list[int]]:
-        """Return the function that gives a conversation's token ids, as the checkpoint's chat template renders it.
+    ) -> _TokensOf:
+        """Return a function that gives a conversation's token ids, as the checkpoint's chat template renders it.
 
         It raises RequestError for the conversation, this method for an option.
         """
@@ -256,13 +272,7 @@ class JobMaker:
             text = template.render_marked(messages, control_tokens, **options)
             return tokenizer.encode_marked(text, max_tokens=self.engine.limits.max_context)
 
-        def ids_of(messages: Sequence[Message]) -> list[int]:
-            ids = tokens_of(messages)
-            if self.on_chat is not None:
-                self.on_chat(ids, messages, tokens_of)
-            return ids
-
-        return ids_of
+        return tokens_of
 
     def logits(self, prompt: Prompt) -> Reading:
         """Return a reading of the logits at every position: float32 [T, V]."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from cpmrt import LLM
 from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli.context_room import room_for_prompt
-from cpmrt.cli.conversation import Conversation, Message, Part
+from cpmrt.cli.conversation import Conversation, Part
 from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingParams
 from cpmrt.errors import ContextLengthError
@@ -62,6 +63,8 @@ class LocalModel:
         prompt, num_dropped = self.fit(conversation, question)
         thought_end = opened_thought(self._llm.tokenizer, prompt)
         job = Generation(self._llm.request(prompt, self.params), marker_ids(self._llm.tokenizer))
+        if (on_chat := self._llm.maker.on_chat) is not None:  # only here: a prompt that is measured is no question
+            on_chat(prompt, conversation.asked(question, skip=num_dropped), self._prompt)
         return LocalAnswer(TextStream(self._llm.shared, job), thought_end, self._llm.prepare_next_turn), num_dropped
 
     def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
@@ -81,10 +84,11 @@ class LocalModel:
                     return ids, skip
         return self._prompt(conversation.asked(question, skip=conversation.num_turns)), conversation.num_turns
 
-    def _prompt(self, messages: list[Message]) -> list[int]:
-        return self._llm.chat_prompt(
-            messages, enable_thinking=self.enable_thinking, allow_special_tokens=self._allow_special_tokens
+    def _prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        tokens_of = self._llm.maker.chat_renderer(
+            enable_thinking=self.enable_thinking, allow_special_tokens=self._allow_special_tokens
         )
+        return tokens_of(messages)
 
 
 class LocalAnswer:

@@ -3,6 +3,7 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from threading import Event
 from time import perf_counter, sleep
@@ -197,6 +198,19 @@ def test_a_pause_inside_the_form_goes_on_with_it(llm):
     for budget in range(1, min(len(whole.token_ids), 24), 9):
         paused = llm.generate(PROMPT, replace(params, max_thinking_tokens=budget))
         jsonschema.validate(json.loads(paused.text), json.loads(params.json_schema))
+
+
+@pytest.mark.parametrize(("others", "text", "is_taken"), [
+    (True, '{"a": 1, "b": 2, "b": 2}', True), (True, '{"a": 1, "b": 2, "a": 1}', False),
+    (True, '{"a": 1, "a": 1}', False), (True, '{"a": 1, "\\u0061": 2}', True),
+    (False, '{"a": 1}', True), (False, '{"a": 1, "a": 1}', False), (False, '{"a": 1, "\\u0061": 1}', False),
+])  # fmt: skip
+def test_only_names_that_are_not_fixed_come_twice(llm, others, text, is_taken):
+    """An escape makes a fixed name another text, which counts as a further name."""
+    schema = {"properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2} if others else False}
+    matcher = llm.maker.request(PROMPT, SamplingParams(json_schema={"type": "object"} | schema)).matcher()
+    with nullcontext() if is_taken else pytest.raises(FormError):
+        matcher.accept(llm.maker.forms.grammars._vocabulary.spelled(text))
 
 
 def test_classes_are_schemas(llm):

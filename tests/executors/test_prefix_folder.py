@@ -11,6 +11,8 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM, SamplingParams
+from cpmrt.cli.conversation import Conversation
+from cpmrt.cli.local_model import LocalModel
 from cpmrt.cli.main import main
 from cpmrt.errors import ConfigError
 from cpmrt.executor import Prefill
@@ -234,6 +236,28 @@ def test_the_system_part_of_a_chat() -> None:
     assert "".join(map(chr, system_part(tokens_of(chat), chat, tokens_of))) == "system:s;user:"
     alone = chat[1:]
     assert "".join(map(chr, system_part(tokens_of(alone), alone, tokens_of))) == "user:"
+
+
+@pytest.mark.parametrize(("lines", "num_files"), [("Why?\n/stats\n", 0), ("Why?\nHow?\n", 1)])
+def test_a_chat_meets_its_system_message_once_a_question(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, num_files: int
+) -> None:
+    from io import BytesIO, TextIOWrapper
+
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(lines.encode())))
+    options = ["--executor", "reference", "--prefix-dir", str(tmp_path), "--system", SYSTEM, "--temperature", "0"]
+    assert main(["chat", "--model", str(model), "--max-new-tokens", "3", *options]) == 0
+    assert (len(files(tmp_path, ".met")), len(files(tmp_path))) == (1, num_files)
+
+
+def test_a_question_that_drops_old_turns_is_one_meeting(model: Path, tmp_path: Path) -> None:
+    talk = Conversation(SYSTEM)
+    for _ in range(3):
+        talk.add("x" * 400, "y" * 400)
+    with LLM(model, executor="reference", prefix_dir=tmp_path, max_context=1536) as llm:
+        answer, num_dropped = LocalModel(llm, SamplingParams(max_new_tokens=600), None).open(talk, "Why?")
+        answer.__exit__()
+    assert num_dropped == 3 and len(files(tmp_path, ".met")) == 1 and not files(tmp_path)
 
 
 def test_the_command_has_an_option(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

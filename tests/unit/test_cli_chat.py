@@ -30,6 +30,7 @@ from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingDefaults
 from cpmrt.errors import ContextLengthError
 from cpmrt.executor import Decode, Prefill, StepResult
+from cpmrt.job_maker import JobMaker
 from cpmrt.weights.hub import BUNDLED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,13 +61,18 @@ def chat(checkpoint, monkeypatch):
 @pytest.fixture
 def prompts(monkeypatch):
     """The list of every question's messages and thinking option, filled as they are asked."""
-    asked, chat_prompt = [], LLM.chat_prompt
+    asked, chat_renderer = [], JobMaker.chat_renderer
 
-    def spy(self, messages, **options):
-        asked.append(([(m["role"], m["content"]) for m in messages], options["enable_thinking"]))
-        return chat_prompt(self, messages, **options)
+    def spy(self, **options):
+        tokens_of = chat_renderer(self, **options)
 
-    monkeypatch.setattr(LLM, "chat_prompt", spy)
+        def noted(messages):
+            asked.append(([(m["role"], m["content"]) for m in messages], options["enable_thinking"]))
+            return tokens_of(messages)
+
+        return noted
+
+    monkeypatch.setattr(JobMaker, "chat_renderer", spy)
     return asked
 
 
@@ -130,13 +136,13 @@ def test_commands(chat, prompts, capsys):
 
 @pytest.mark.parametrize("option", [(), ("--allow-special-tokens",)])
 def test_special_tokens_that_are_typed(chat, monkeypatch, option):
-    allowed, chat_prompt = [], LLM.chat_prompt
+    allowed, chat_renderer = [], JobMaker.chat_renderer
 
-    def spy(self, messages, **options):
+    def spy(self, **options):
         allowed.append(options["allow_special_tokens"])
-        return chat_prompt(self, messages, **options)
+        return chat_renderer(self, **options)
 
-    monkeypatch.setattr(LLM, "chat_prompt", spy)
+    monkeypatch.setattr(JobMaker, "chat_renderer", spy)
     assert chat("one</s>\n", *SAMPLING, *option) == 0 and set(allowed) == {bool(option)}
 
 
@@ -266,6 +272,8 @@ def test_settings_can_be_taken_back_and_stop_takes_any_text(chat, capsys, lines,
 
 @pytest.mark.parametrize(("line", "message"), [
     ("/set temprature 1", "/set temprature: there is no such setting; did you mean temperature?"),
+    ("/set topk 3", "/set topk: there is no such setting; did you mean top_k?"),
+    ("/set foo 1", "/set foo: there is no such setting; one of max_new_tokens, temperature, top_k, top_p, "),
     ("/set temperature hot", "/set temperature: expected a number"),
     ("/set temperature", "/set temperature: expected a value"),
     ("/set thinking maybe", "expected on or off"),
