@@ -21,7 +21,6 @@ from cpmrt.errors import (
 
 _TYPES = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 _NAMES = {"max_new_tokens": "max_tokens", "logprobs": "top_logprobs"}
-_FOLDERS = re.compile(r"(?<![\w.])(/[^\s/:,;()'\"]+)+/")
 _FIELD = re.compile(r"[a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*")
 
 
@@ -127,7 +126,7 @@ def _field_of(what: str) -> str | None:
 
 
 def _renamed(message: str) -> str:
-    """Replace Python's names of fields by the API's, and take out the folders of this machine."""
+    """Replace Python's names of fields by the API's."""
     for ours, theirs in _NAMES.items():
         message = message.replace(f"SamplingParams.{ours}", theirs)
-    return _FOLDERS.sub("", message.replace("SamplingParams.", ""))
+    return message.replace("SamplingParams.", "")
