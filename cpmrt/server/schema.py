@@ -36,7 +36,7 @@ _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "loop_penalty",
 )  # fmt: skip
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _EFFORTS_WITHOUT_THOUGHTS = ("none", "minimal")
 
 

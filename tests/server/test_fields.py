@@ -157,7 +157,9 @@ def test_what_only_messages_refuse(says, path, fields):
 
 
 @pytest.mark.parametrize(("path", "body"), [
-    ("/v1/responses", {"input": "x", "n": 1, "logprobs": False, "system": "", "functions": [], "stop": None}),
+    ("/v1/responses", {
+        "input": "x", "n": 1, "logprobs": False, "top_logprobs": 0, "system": "", "functions": [], "stop": None,
+    }),
     ("/v1/messages", {
         "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "logprobs": False, "top_logprobs": 0,
         "parallel_tool_calls": True, "allow_special_tokens": False, "stop": [], "instructions": "",
@@ -237,10 +239,15 @@ def test_a_seed_is_that_of_the_same_seed_in_python(demo, seed):
     assert wanted.seed(0) == demo.engine.llm.request([5], SamplingParams(seed=seed)).seed
 
 
-@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("minimal", False), ("low", True), ("high", True)])
+@pytest.mark.parametrize(("effort", "thinks"), [
+    ("none", False), ("minimal", False), ("low", True), ("high", True), ("xhigh", True), ("max", True),
+])  # fmt: skip
 def test_reasoning_effort_switches_thoughts(says, effort, thinks):
     message = ask(says, {"reasoning_effort": effort}, text="say(so</think>yes)yas").json()["choices"][0]["message"]
     assert message.get("reasoning_content") == ("so" if thinks else None)
+    body = {"input": "say(so</think>yes)yas", "reasoning": {"effort": effort}}
+    kinds = [item["type"] for item in says.client.post("/v1/responses", json=body).json()["output"]]
+    assert kinds == (["reasoning", "message"] if thinks else ["message"])
 
 
 def test_the_template_s_own_switch_wins_over_reasoning_effort(says):
