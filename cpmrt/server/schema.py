@@ -17,6 +17,7 @@ from cpmrt.engine import request_seed
 from cpmrt.server.answer_form import read_form
 from cpmrt.server.errors import ApiError, invalid, naming, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown, whole_numbers
+from cpmrt.server.refusals import with_refusals_as_text
 from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, check_unused
 from cpmrt.text.messages import arguments_in
 from cpmrt.tool_use.tool_choice import read_tool_choice
@@ -244,7 +245,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = check_role(message.get("role"), where)
     if message.get("function_call") is not None:
         raise unsupported(f"{where}.function_call", "use tool_calls")
-    copy = {**message, "role": "system" if role == "developer" else role}
+    copy = with_refusals_as_text(message, where) if role == "assistant" else dict(message)
+    copy["role"] = "system" if role == "developer" else role
     if message.get("tool_calls") is not None:
         copy["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
     return copy
