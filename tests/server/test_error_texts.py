@@ -40,3 +40,56 @@ def test_the_folder_of_the_model_is_not_told(tmp_path):
         template.render([{"role": "user", "content": "/a/b/c"}])
     message = as_api_error(caught.value).message
     assert str(tmp_path) not in message and "(chat_template.jinja, line 1 of the template)" in message
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), (COMPLETIONS, "prompt")])
+def test_a_wrong_token_of_one_of_several_names_the_field_alone(demo, path, field):
+    error = refused(demo, path, {field: [[1], [1000000000]]})
+    assert error["message"] == f"{field}[1]: token 0: expected an id in [0, 4096), got 1000000000"
+    assert error["param"] == f"{field}[1]"
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/embeddings", {"input": [7] * 600}), ("/v1/embeddings", {"input": "word " * 600}),
+    ("/v1/embeddings", {"input": ["x", [7] * 600]}), (COMPLETIONS, {"prompt": [7] * 600}),
+    (COMPLETIONS, {"prompt": [7] * 512}), (COMPLETIONS, {"prompt": "x" * 100_000}),
+    (COMPLETIONS, {"prompt": ["x", "word " * 600]}), (COMPLETIONS, {"prompt": [7] * 512, "stream": True}),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 600}]}),
+    ("/v1/responses", {"input": "word " * 600}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "word " * 600}], "max_tokens": 5}),
+])  # fmt: skip
+def test_too_long_an_input_speaks_of_what_the_client_can_change(demo, path, body):
+    message = refused(demo, path, body)["message"]
+    assert message.endswith("; send a shorter input: the server was started with this context"), message
+    assert "max_context" not in message and "512" in message
+
+
+@pytest.mark.parametrize("field", ["guided_json", "json"])
+def test_a_schema_of_another_form_names_kinds_of_json(demo, field):
+    body = {"prompt": "x"} | ({"structured_outputs": {"json": "{bad"}} if field == "json" else {field: "{bad"})
+    message = refused(demo, COMPLETIONS, body)["message"]
+    name = "structured_outputs.json" if field == "json" else field
+    assert message.startswith(f"{name}: expected a JSON schema: an object, or its JSON text, got text that is no JSON")
+
+
+@pytest.mark.parametrize(("choice", "says"), [
+    ({"type": "allowed_tools"}, "tool_choice.allowed_tools: expected an object with mode and tools, got null"),
+    ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [None]}}, "by its name, got null"),
+    ({"type": "allowed_tools", "allowed_tools": {"tools": []}}, "mode: expected auto or required, got null"),
+    (True, "or allowed_tools, got true"), ({"None": None}, "got {'None': null}"), ("None", "got 'None'"),
+    ({"type": "a 'None'", "x": [True, False]}, """got {'type': "a 'None'", 'x': [true, false]}"""),
+], ids=str)  # fmt: skip
+def test_values_are_those_of_json(demo, choice, says):
+    message = refused(demo, CHAT, {"messages": SAID, "tools": TOOLS, "tool_choice": choice})["message"]
+    assert message.endswith(says)
+
+
+def test_a_message_without_content_may_not_be_null(demo):
+    message = refused(demo, CHAT, {"messages": [{"role": "user", "content": None}]})["message"]
+    assert message == "messages[0].content: expected a string (or null beside tool_calls), got null"
+
+
+def test_a_name_of_the_client_s_that_looks_like_one_of_python_stays(demo):
+    choice = {"type": "function", "function": {"name": "SamplingParams.top_p"}}
+    error = refused(demo, CHAT, {"messages": SAID, "tools": TOOLS, "tool_choice": choice})
+    assert error["message"].endswith("got 'SamplingParams.top_p'")

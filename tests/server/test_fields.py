@@ -281,12 +281,12 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_its_length(demo, max_token
     answer = ask(demo, {"prompt": [7] * 512, "max_tokens": max_tokens}, COMPLETIONS)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "context_length_exceeded" and error["param"] is None
-    assert "512" in error["message"] and "shorten the prompt" in error["message"]
+    assert "512" in error["message"] and "send a shorter input" in error["message"]
 
 
 @pytest.mark.parametrize(("wrong", "says"), [
     ("word " * 600, "the prompt does not fit the context"), ([7] * 513, "the prompt does not fit the context"),
-    ([], "the prompt is empty"), ([-1], "prompt: token 0: expected an id in"),
+    ([], "the prompt is empty"), ([-1], "token 0: expected an id in"),
 ])  # fmt: skip
 def test_a_wrong_prompt_of_many_is_named(demo, wrong, says):
     error = ask(demo, {"prompt": ["a", wrong], "max_tokens": 1}, COMPLETIONS).json()["error"]
