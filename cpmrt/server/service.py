@@ -22,7 +22,7 @@ from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAns
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText
 from cpmrt.server.engine_thread import EngineThread
-from cpmrt.server.errors import ApiError, naming, shutting_down, unsupported
+from cpmrt.server.errors import ApiError, invalid, naming, shutting_down, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.metrics import Metrics
@@ -290,7 +290,14 @@ def calling(
     llm: LLM, wanted: Wanted, tools: Sequence[Mapping[str, Any]], called: tuple[str, ...], *, one_call: bool,
     allowed: tuple[str, ...] = (),
 ) -> Wanted:  # fmt: skip
-    """Return `wanted` with the settings of `JobMaker.calling`, which make answers call tools. Raises RequestError."""
+    """Return `wanted` with the settings of `JobMaker.calling`, which make answers call tools.
+
+    Raises ApiError for a form beside a call that must be made, RequestError.
+    """
+    if called and wanted.form_names:
+        (name,) = wanted.form_names.values()
+        problem = "not together with a tool_choice by which a tool must be called; leave one of the two out"
+        raise invalid(name.partition(".")[0], problem)
     with naming(wanted.form_names):
         sampling = llm.maker.calling(wanted.sampling, tools, called, one_call=one_call, allowed=allowed)
     return replace(wanted, sampling=sampling)

@@ -72,6 +72,30 @@ def test_a_schema_of_another_form_names_kinds_of_json(demo, field):
     assert message.startswith(f"{name}: expected a JSON schema: an object, or its JSON text, got text that is no JSON")
 
 
+@pytest.mark.parametrize(("form", "param"), [
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
+    ({"guided_regex": "a"}, "guided_regex"), ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+])  # fmt: skip
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_a_form_beside_a_call_that_must_be_made_is_named(demo, form, param, choice):
+    error = refused(demo, CHAT, {"messages": SAID, "tools": TOOLS, "tool_choice": choice, **form})
+    assert error["param"] == param
+    assert error["message"] == (
+        f"{param}: not together with a tool_choice by which a tool must be called; leave one of the two out"
+    )
+
+
+def test_the_other_apis_name_such_a_form_as_they_have_it(demo):
+    tool = {"type": "function", "name": "f", "parameters": {}}
+    body = {"input": "x", "tools": [tool], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}
+    error = refused(demo, "/v1/responses", body)
+    assert error["param"] == "text.format" and error["message"].startswith("text.format: not together with a tool")
+    body = {"messages": SAID, "max_tokens": 5, "tools": [{"name": "f", "input_schema": {}}], "guided_regex": "a"}
+    error = refused(demo, "/v1/messages", body | {"tool_choice": {"type": "any"}})
+    assert error["message"].startswith("guided_regex: not together with a tool_choice")
+
+
 @pytest.mark.parametrize(("choice", "says"), [
     ({"type": "allowed_tools"}, "tool_choice.allowed_tools: expected an object with mode and tools, got null"),
     ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [None]}}, "by its name, got null"),
