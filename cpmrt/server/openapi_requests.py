@@ -91,7 +91,12 @@ _SHARED: Schema = {
     "ignore_eos": optional("boolean", default=False),
     "seed": optional("integer", minimum=-_HIGHEST, maximum=_HIGHEST),
     "stream": optional("boolean", default=False),
-    "stream_options": {"anyOf": [NULL, object_of({}, {"include_usage": optional("boolean")})]},
+    "stream_options": {
+        "anyOf": [
+            NULL,
+            object_of({}, {name: optional("boolean") for name in ("include_usage", "continuous_usage_stats")}),
+        ]
+    },
 }
 _OF_TEMPLATES = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "allow_special_tokens")
 """Fields of chats that say what the template gets besides the messages."""

@@ -46,7 +46,8 @@ class Wanted:
     """The fields that chats and completions share: sampling, length, number of choices, log-probabilities, stream.
 
     `sampling.seed` is always set. `logprobs` None means that they are not asked for. `include_usage` asks for a last
-    chunk with the usage. `form_names` has the client's own name of the field of `sampling` that gives the form.
+    chunk with the usage, `running_usage` for the usage so far in every chunk. `form_names` has the client's own name of
+    the field of `sampling` that gives the form.
     """
 
     sampling: SamplingParams
@@ -54,6 +55,7 @@ class Wanted:
     logprobs: int | None
     streams: bool
     include_usage: bool
+    running_usage: bool
     form_names: Mapping[str, str]
 
     def seed(self, choice: int) -> int:
@@ -178,7 +180,8 @@ def read_wanted(
     if options is not None and not streams:
         raise invalid("stream_options", "only together with stream")
     include_usage = options is not None and bool(options.boolean("include_usage"))
-    return Wanted(sampling, num_choices or 1, logprobs, streams, include_usage, form_names)
+    running_usage = options is not None and bool(options.boolean("continuous_usage_stats"))
+    return Wanted(sampling, num_choices or 1, logprobs, streams, include_usage, running_usage, form_names)
 
 
 def check_model(fields: Fields, served: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from cpmrt.server.prompt_scores import ScoredPrompt
 from cpmrt.server.prompt_work import PromptWorkers
 from cpmrt.server.responses_answer import ResponsesFormat
 from cpmrt.server.responses_request import CHAT_NAMES, chat_of
+from cpmrt.server.running_usage import RunningUsageFormat
 from cpmrt.server.schema import ChatRequest, Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.sharing.jobs import Ended
@@ -238,8 +239,15 @@ class Service:
         answer: Answer,
         shown_ids: frozenset[int] = frozenset(),
     ) -> Prepared:
-        answer_format = OpenAIFormat(head, answer, include_usage=wanted.include_usage)
-        return Prepared(head["id"], requests, wanted, answer_format, shown_ids)
+        prepared = Prepared(
+            head["id"], requests, wanted, OpenAIFormat(head, answer, include_usage=wanted.include_usage), shown_ids
+        )
+        if not wanted.running_usage:
+            return prepared
+        counting = RunningUsageFormat(
+            head, answer, include_usage=wanted.include_usage, num_prompt_tokens=prepared.num_prompt_tokens
+        )
+        return replace(prepared, format=counting)
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {
