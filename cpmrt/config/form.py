@@ -15,6 +15,8 @@ from cpmrt.errors import RequestError, quoted
 
 MAX_FORM_BYTES = 256 * 1024
 """The most bytes of a form's text in UTF-8."""
+SCHEMA_FORMS = "a JSON schema: a dict, its JSON text, a pydantic model or a dataclass"
+"""What may be given as a JSON schema."""
 FormKind = Literal["json_schema", "regex", "grammar", "choices"]
 FORM_FIELDS: tuple[FormKind, ...] = typing.get_args(FormKind)
 """The fields of SamplingParams that give a form; at most one of them may be set."""
@@ -121,8 +123,7 @@ def _is_valid_text(text: object) -> bool:
 
 
 def _wrong(actual: str) -> RequestError:
-    expected = "a JSON schema: a dict, its JSON text, a pydantic model or a dataclass"
-    return RequestError("SamplingParams.json_schema", expected=expected, actual=actual)
+    return RequestError("SamplingParams.json_schema", expected=SCHEMA_FORMS, actual=actual)
 
 
 def _of_dataclass(kind: Any, path: tuple[type, ...] = ()) -> dict[str, Any]:

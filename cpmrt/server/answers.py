@@ -61,8 +61,15 @@ class Chunks:
     def __init__(self, head: dict[str, Any], *, include_usage: bool):
         self._head = head
         self._before = "data: " + compact_json(head)[:-1] + ',"choices":[{"index":'
-        self._after = '}],"usage":null}\n\n' if include_usage else "}]}\n\n"
-        self._plain_after = ',"logprobs":null,"finish_reason":null' + self._after
+        self._end_with('}],"usage":null}\n\n' if include_usage else "}]}\n\n")
+
+    def carry(self, usage: dict[str, Any]) -> None:
+        """Have the chunks of choices from now on carry this usage."""
+        self._end_with(f'}}],"usage":{compact_json(usage)}}}\n\n')
+
+    def _end_with(self, after: str) -> None:
+        self._after = after
+        self._plain_after = ',"logprobs":null,"finish_reason":null' + after
 
     def delta(self, choice: int, name: str, value: Any) -> str:
         """Return a chunk of one choice with nothing but `name` ("delta" or "text") and its value."""

@@ -18,10 +18,9 @@ from cpmrt.errors import (
     NoDeviceError,
     RequestError,
 )
+from cpmrt.server.client_words import API_NAMES, message_for_clients
 
 _TYPES = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
-_NAMES = {"max_new_tokens": "max_tokens", "logprobs": "top_logprobs"}
-_FOLDERS = re.compile(r"(?<![\w.])(/[^\s/:,;()'\"]+)+/")
 _FIELD = re.compile(r"[a-z_]+(\[\d+\])?(\.[a-z_]+(\[\d+\])?)*")
 
 
@@ -98,9 +97,9 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), param=_field_of(error.what), code="context_length_exceeded")
+        return ApiError(400, message_for_clients(error), param=_field_of(error.what), code="context_length_exceeded")
     if isinstance(error, RequestError):
-        return ApiError(400, _renamed(str(error)), param=_field_of(error.what), code="invalid_value")
+        return ApiError(400, message_for_clients(error), param=_field_of(error.what), code="invalid_value")
     if isinstance(error, MaskError):
         return ApiError(500, str(error), code="mask_failed")
     if isinstance(error, FormError):
@@ -123,11 +122,4 @@ def _field_of(what: str) -> str | None:
     name = first.removeprefix("SamplingParams.").removesuffix(":")
     if not _FIELD.fullmatch(name) or (is_more and name == first):
         return None
-    return _NAMES.get(name, name)
-
-
-def _renamed(message: str) -> str:
-    """Replace Python's names of fields by the API's, and take out the folders of this machine."""
-    for ours, theirs in _NAMES.items():
-        message = message.replace(f"SamplingParams.{ours}", theirs)
-    return _FOLDERS.sub("", message.replace("SamplingParams.", ""))
+    return API_NAMES.get(name, name)

@@ -91,11 +91,18 @@ _SHARED: Schema = {
     "ignore_eos": optional("boolean", default=False),
     "seed": optional("integer", minimum=-_HIGHEST, maximum=_HIGHEST),
     "stream": optional("boolean", default=False),
-    "stream_options": {"anyOf": [NULL, object_of({}, {"include_usage": optional("boolean")})]},
+    "stream_options": {
+        "anyOf": [
+            NULL,
+            object_of({}, {name: optional("boolean") for name in ("include_usage", "continuous_usage_stats")}),
+        ]
+    },
 }
 _OF_TEMPLATES = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "allow_special_tokens")
 """Fields of chats that say what the template gets besides the messages."""
 _ARGUMENTS = optional("string", "object", description="A JSON object, or a string with one")
+_REFUSAL = object_of({"type": {"const": "refusal"}, "refusal": STRING})
+"""A part of a message of the assistant."""
 _OPTIONS_OF_STREAMS = unless({"stream_options": NULL}, {"stream": TRUE})
 
 
@@ -158,16 +165,21 @@ def _prompts(most: int) -> Schema:
 def _chat_message() -> Schema:
     part = object_of({"type": {"const": "text"}, "text": STRING})
     call = object_of({"function": object_of({"name": STRING}, {"arguments": _ARGUMENTS})})
-    text = {"anyOf": [STRING, array(part)]}
+    text, own_text = {"anyOf": [STRING, array(part)]}, {"anyOf": [STRING, array({"anyOf": [part, _REFUSAL]})]}
+    is_own = {"role": {"const": "assistant"}}
     return object_of(
         {"role": {"enum": ["system", "developer", "user", "assistant", "tool"]}},
         {
-            "content": {"anyOf": [NULL, *text["anyOf"]]},
+            "content": {"anyOf": [NULL, *own_text["anyOf"]]},
+            "refusal": optional("string"),
             "tool_calls": optional("array", items=call),
             "tool_call_id": {},
             "function_call": NULL,
         },
-        [either({"content": text}, {"tool_calls": array({}, minItems=1)})],
+        [
+            either({"content": own_text}, {"tool_calls": array({}, minItems=1)}, {**is_own, "refusal": STRING}),
+            unless({"content": {"anyOf": [NULL, *text["anyOf"]]}}, is_own),
+        ],
     )
 
 
@@ -215,7 +227,7 @@ def _allowed_tools(called: Schema, **others: Schema) -> Schema:
 def _response_item() -> Schema:
     """Return the schema of an item of input: messages, calls, their results, and thoughts, which are passed over."""
     part = object_of({"type": {"enum": sorted(TEXT_PARTS)}, "text": STRING})
-    text = {"anyOf": [STRING, array(part)]}
+    text = {"anyOf": [STRING, array({"anyOf": [part, _REFUSAL]})]}
     roles = {"enum": ["system", "developer", "user", "assistant"]}
     return {
         "anyOf": [

@@ -27,6 +27,7 @@ CHAT_NAMES = {
 }
 """Patterns of the names of fields in chats -> their names in this API."""
 TEXT_PARTS = ("input_text", "output_text", "text")
+"""The types of the parts of a message that have a field `text`; those of the type `refusal` have one of that name."""
 
 
 def chat_of(body: dict[str, Any]) -> dict[str, Any]:
@@ -97,11 +98,13 @@ def _content(content: Any, where: str) -> str:
         return checked_text(content, where)
     texts = []
     for index, part in enumerate(content if isinstance(content, list) else [None]):
-        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-        if kind not in TEXT_PARTS or not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else None
+        name = "text" if kind in TEXT_PARTS else "refusal"
+        text = part.get(name) if kind in (*TEXT_PARTS, "refusal") else None
+        if not isinstance(text, str):
             got = shown(kind) if isinstance(part, dict) else shown(content)
             raise invalid(f"{where}[{index}]", f"expected text, got {got}")
-        texts.append(checked_text(text, f"{where}[{index}].text"))
+        texts.append(checked_text(text, f"{where}[{index}].{name}"))
     return "".join(texts)
 
 

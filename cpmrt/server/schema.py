@@ -17,6 +17,7 @@ from cpmrt.engine import request_seed
 from cpmrt.server.answer_form import read_form
 from cpmrt.server.errors import ApiError, invalid, naming, unsupported
 from cpmrt.server.json_body import Fields, is_number, shown, whole_numbers
+from cpmrt.server.refusals import with_refusals_as_text
 from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, check_unused
 from cpmrt.text.messages import arguments_in
 from cpmrt.tool_use.tool_choice import read_tool_choice
@@ -36,7 +37,7 @@ _NUMBERS = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "loop_penalty",
 )  # fmt: skip
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _EFFORTS_WITHOUT_THOUGHTS = ("none", "minimal")
 
 
@@ -45,7 +46,8 @@ class Wanted:
     """The fields that chats and completions share: sampling, length, number of choices, log-probabilities, stream.
 
     `sampling.seed` is always set. `logprobs` None means that they are not asked for. `include_usage` asks for a last
-    chunk with the usage. `form_names` has the client's own name of the field of `sampling` that gives the form.
+    chunk with the usage, `running_usage` for the usage so far in every chunk. `form_names` has the client's own name of
+    the field of `sampling` that gives the form.
     """
 
     sampling: SamplingParams
@@ -53,6 +55,7 @@ class Wanted:
     logprobs: int | None
     streams: bool
     include_usage: bool
+    running_usage: bool
     form_names: Mapping[str, str]
 
     def seed(self, choice: int) -> int:
@@ -177,7 +180,8 @@ def read_wanted(
     if options is not None and not streams:
         raise invalid("stream_options", "only together with stream")
     include_usage = options is not None and bool(options.boolean("include_usage"))
-    return Wanted(sampling, num_choices or 1, logprobs, streams, include_usage, form_names)
+    running_usage = options is not None and bool(options.boolean("continuous_usage_stats"))
+    return Wanted(sampling, num_choices or 1, logprobs, streams, include_usage, running_usage, form_names)
 
 
 def check_model(fields: Fields, served: Sequence[str]) -> None:
@@ -244,7 +248,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     role = check_role(message.get("role"), where)
     if message.get("function_call") is not None:
         raise unsupported(f"{where}.function_call", "use tool_calls")
-    copy = {**message, "role": "system" if role == "developer" else role}
+    copy = with_refusals_as_text(message, where) if role == "assistant" else dict(message)
+    copy["role"] = "system" if role == "developer" else role
     if message.get("tool_calls") is not None:
         copy["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
     return copy

@@ -22,7 +22,7 @@ from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAns
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText
 from cpmrt.server.engine_thread import EngineThread
-from cpmrt.server.errors import ApiError, naming, shutting_down, unsupported
+from cpmrt.server.errors import ApiError, invalid, naming, shutting_down, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
 from cpmrt.server.metrics import Metrics
@@ -30,6 +30,7 @@ from cpmrt.server.prompt_scores import ScoredPrompt
 from cpmrt.server.prompt_work import PromptWorkers
 from cpmrt.server.responses_answer import ResponsesFormat
 from cpmrt.server.responses_request import CHAT_NAMES, chat_of
+from cpmrt.server.running_usage import RunningUsageFormat
 from cpmrt.server.schema import ChatRequest, Wanted, read_chat, read_completion
 from cpmrt.server.token_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from cpmrt.sharing.jobs import Ended
@@ -238,8 +239,15 @@ class Service:
         answer: Answer,
         shown_ids: frozenset[int] = frozenset(),
     ) -> Prepared:
-        answer_format = OpenAIFormat(head, answer, include_usage=wanted.include_usage)
-        return Prepared(head["id"], requests, wanted, answer_format, shown_ids)
+        prepared = Prepared(
+            head["id"], requests, wanted, OpenAIFormat(head, answer, include_usage=wanted.include_usage), shown_ids
+        )
+        if not wanted.running_usage:
+            return prepared
+        counting = RunningUsageFormat(
+            head, answer, include_usage=wanted.include_usage, num_prompt_tokens=prepared.num_prompt_tokens
+        )
+        return replace(prepared, format=counting)
 
     def _head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {
@@ -290,7 +298,14 @@ def calling(
     llm: LLM, wanted: Wanted, tools: Sequence[Mapping[str, Any]], called: tuple[str, ...], *, one_call: bool,
     allowed: tuple[str, ...] = (),
 ) -> Wanted:  # fmt: skip
-    """Return `wanted` with the settings of `JobMaker.calling`, which make answers call tools. Raises RequestError."""
+    """Return `wanted` with the settings of `JobMaker.calling`, which make answers call tools.
+
+    Raises ApiError for a form beside a call that must be made, RequestError.
+    """
+    if called and wanted.form_names:
+        (name,) = wanted.form_names.values()
+        problem = "not together with a tool_choice by which a tool must be called; leave one of the two out"
+        raise invalid(name.partition(".")[0], problem)
     with naming(wanted.form_names):
         sampling = llm.maker.calling(wanted.sampling, tools, called, one_call=one_call, allowed=allowed)
     return replace(wanted, sampling=sampling)

@@ -142,7 +142,7 @@ REFUSED_IN_RESPONSES: dict[str, Refused] = {
     "n": ((1,), USE_CHATS),
     "logprobs": ((False,), USE_CHATS),
     "system": (("",), "use instructions"),
-    "top_logprobs": ((), USE_CHATS),
+    "top_logprobs": ((0,), USE_CHATS),
     "truncation": (("disabled",), "shorten the input"),
     "previous_response_id": ((), _SEND_ALL),
     "conversation": ((), _SEND_ALL),

@@ -156,14 +156,15 @@ class ChatTemplate:
         """Raise the error that says whether the messages or the template are at fault, with the template's line."""
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(self._path)]
-        where = f"{self._path}, line {lines[-1]} of the template" if lines else str(self._path)
+        line = f", line {lines[-1]} of the template" if lines else ""
         if isinstance(error, RefusedError):
             said = self._environment.unmarked(error.message)
             raise RequestError(f"the chat template refuses the messages: {said}") from error
         if isinstance(error, (SecurityError, RecursionError, MemoryError)):
-            raise CheckpointError(f"{where}: a chat template may not do this: {_reason(error)}") from error
+            raise CheckpointError(f"{self._path}{line}: a chat template may not do this: {_reason(error)}") from error
+        # Without the folder, since a server tells its clients.
         raise RequestError(
-            f"the chat template cannot render these messages: {_reason(error)} ({where})",
+            f"the chat template cannot render these messages: {_reason(error)} ({self._path.name}{line})",
             fix="check the messages for what the template needs",
         ) from error
 

@@ -61,7 +61,7 @@ def test_a_wrong_text_of_many_is_named(demo, wrong, says):
     answer = httpx.post(f"{demo.url}/v1/embeddings", json={"input": ["a", "b", wrong]})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "input[2]"
-    assert error["message"].startswith(f"input[2]: {says}")
+    assert error["message"].startswith(f"input[2]: {says.removeprefix('prompt: ')}")
     alone = httpx.post(f"{demo.url}/v1/embeddings", json={"input": wrong}).json()["error"]
     assert alone["message"].startswith(says.replace("prompt: ", "input: ")) and alone["code"] == error["code"]
 

@@ -157,7 +157,9 @@ def test_what_only_messages_refuse(says, path, fields):
 
 
 @pytest.mark.parametrize(("path", "body"), [
-    ("/v1/responses", {"input": "x", "n": 1, "logprobs": False, "system": "", "functions": [], "stop": None}),
+    ("/v1/responses", {
+        "input": "x", "n": 1, "logprobs": False, "top_logprobs": 0, "system": "", "functions": [], "stop": None,
+    }),
     ("/v1/messages", {
         "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "logprobs": False, "top_logprobs": 0,
         "parallel_tool_calls": True, "allow_special_tokens": False, "stop": [], "instructions": "",
@@ -237,10 +239,15 @@ def test_a_seed_is_that_of_the_same_seed_in_python(demo, seed):
     assert wanted.seed(0) == demo.engine.llm.request([5], SamplingParams(seed=seed)).seed
 
 
-@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("minimal", False), ("low", True), ("high", True)])
+@pytest.mark.parametrize(("effort", "thinks"), [
+    ("none", False), ("minimal", False), ("low", True), ("high", True), ("xhigh", True), ("max", True),
+])  # fmt: skip
 def test_reasoning_effort_switches_thoughts(says, effort, thinks):
     message = ask(says, {"reasoning_effort": effort}, text="say(so</think>yes)yas").json()["choices"][0]["message"]
     assert message.get("reasoning_content") == ("so" if thinks else None)
+    body = {"input": "say(so</think>yes)yas", "reasoning": {"effort": effort}}
+    kinds = [item["type"] for item in says.client.post("/v1/responses", json=body).json()["output"]]
+    assert kinds == (["reasoning", "message"] if thinks else ["message"])
 
 
 def test_the_template_s_own_switch_wins_over_reasoning_effort(says):
@@ -274,12 +281,12 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_its_length(demo, max_token
     answer = ask(demo, {"prompt": [7] * 512, "max_tokens": max_tokens}, COMPLETIONS)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == "context_length_exceeded" and error["param"] is None
-    assert "512" in error["message"] and "shorten the prompt" in error["message"]
+    assert "512" in error["message"] and "send a shorter input" in error["message"]
 
 
 @pytest.mark.parametrize(("wrong", "says"), [
     ("word " * 600, "the prompt does not fit the context"), ([7] * 513, "the prompt does not fit the context"),
-    ([], "the prompt is empty"), ([-1], "prompt: token 0: expected an id in"),
+    ([], "the prompt is empty"), ([-1], "token 0: expected an id in"),
 ])  # fmt: skip
 def test_a_wrong_prompt_of_many_is_named(demo, wrong, says):
     error = ask(demo, {"prompt": ["a", wrong], "max_tokens": 1}, COMPLETIONS).json()["error"]

@@ -219,7 +219,7 @@ def test_choices_that_there_are_not(server, choice):
 
 def test_a_call_and_another_form_exclude_each_other(server):
     answer = server.chat(tools=TOOLS, tool_choice="required", guided_regex="a")
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "guided_regex"
 
 
 def test_a_schema_leaves_room_for_calls(client, server):
