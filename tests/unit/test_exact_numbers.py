@@ -41,15 +41,8 @@ def forms():
 
 
 def allows(grammars: Grammars, params: SamplingParams, text: str) -> bool:
-    matcher = grammars.matcher(params.form)()
-    spelled = [*grammars._vocabulary.spelled(text), grammars._end_ids[0]]
-    for token in spelled:
-        bits = matcher.allowed()
-        if token // 8 >= len(bits) or not bits[token // 8] >> token % 8 & 1:
-            return False
-        if token != spelled[-1]:
-            matcher.accept([token])
-    return True
+    matcher, tokens = grammars._compile(params.form), grammars._vocabulary.spelled(text)
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("schema", REFUSED, ids=str)
