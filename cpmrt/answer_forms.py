@@ -54,8 +54,8 @@ class AnswerForms:
         With `is_free` it applies from the start of a call on. Raises RequestError.
         """
         schemas = schemas_of(tools, names)
-        check_schemas(tools, schemas)
         form = format_of(self.chat_template)
+        check_schemas(tools, schemas, form)
         grammar = grammar_of(form, schemas, self.tokenizer, one_call=one_call, instead=params.json_schema)
         trigger = form.start if is_free else None
         try:

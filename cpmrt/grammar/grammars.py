@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cpmrt.config.form import JSON_STYLE, Form, as_terminal
 from cpmrt.errors import RequestError, quoted
 from cpmrt.grammar.compiled_form import CompiledForm
+from cpmrt.grammar.exact_numbers import check_lark, check_schema
 from cpmrt.grammar.gbnf import in_lark
 from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
 from cpmrt.grammar.matcher import NO_THOUGHT, AnswerMatcher, Thought, Vocabulary
@@ -218,12 +219,15 @@ def _grammar(form: Form) -> str:
     """Return a form as a grammar in llguidance's own language. Raises ValueError."""
     matchers = _llguidance().LLMatcher
     if form.kind == "json_schema":
+        check_schema(json.loads(form.text))
         text = "{}" if form.text == "true" else form.text  # llguidance writes JSON_STYLE into the schema
         return str(matchers.grammar_from_json_schema(text, overrides=JSON_STYLE))
     if form.kind == "regex":
         return str(matchers.grammar_from_regex(form.text))
     if form.kind == "grammar":
-        return str(matchers.grammar_from_lark(in_lark(form.text)))
+        lark = in_lark(form.text)
+        check_lark(lark)
+        return str(matchers.grammar_from_lark(lark))
     # All choices are one terminal, so that they become one automaton.
     choices = " | ".join(map(as_terminal, json.loads(form.text)))
     return str(matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))

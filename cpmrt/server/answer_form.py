@@ -25,6 +25,15 @@ FORM_FIELDS = (*_GUIDED, "structured_outputs")
 _OUTPUTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 
 
+def may_need_form(body: dict[str, Any]) -> bool:
+    """Whether a form may have to be compiled for a request of any of the APIs, whose fields need not be valid."""
+    if any(body.get(name) for name in FORM_FIELDS) or (body.get("tools") and body.get("tool_choice") != "none"):
+        return True
+    text = body.get("text")
+    formats = (body.get("response_format"), text.get("format") if isinstance(text, dict) else None)
+    return any(isinstance(each, dict) and each.get("type") != "text" for each in formats)
+
+
 def read_form(fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the field of SamplingParams that gives the form, with its value, and the client's name of that field.
 

@@ -143,7 +143,7 @@ class Endpoints:
     async def _complete(self, request: Request, prepare: Callable[[dict[str, Any]], Prepared]) -> Response:
         self._service.engine.check_room()
         body = await self._body(request)
-        prepared = await self._service.in_thread(lambda: prepare(parse_object(body)), len(body))
+        prepared = await self._service.prepared(prepare, body)
         record = record_of(request.scope)
         record.id = prepared.id
         if self._service.settings.log_prompts:

@@ -18,6 +18,7 @@ from cpmrt.engine import Request as EngineRequest
 from cpmrt.engine.checks import check_prompt
 from cpmrt.errors import CpmrtError, RequestError, of_each
 from cpmrt.installation import missing_packages
+from cpmrt.server.answer_form import may_need_form
 from cpmrt.server.answers import Answer, AnswerFormat, ChatAnswer, CompletionAnswer, OpenAIFormat
 from cpmrt.server.best_of import BestOf
 from cpmrt.server.chat_text import ChatText
@@ -25,6 +26,7 @@ from cpmrt.server.engine_thread import EngineThread
 from cpmrt.server.errors import ApiError, invalid, naming, shutting_down, unsupported
 from cpmrt.server.fill_in_middle import fill_prompt
 from cpmrt.server.hosts import is_loopback
+from cpmrt.server.json_body import parse_object
 from cpmrt.server.metrics import Metrics
 from cpmrt.server.prompt_scores import ScoredPrompt
 from cpmrt.server.prompt_work import PromptWorkers
@@ -128,13 +130,35 @@ class Service:
         self._workers = ThreadPoolExecutor(2, "cpmrt-prepare")
         # One thread: each that computes in Python makes the event loop wait longer for its turn.
         self._long_workers = ThreadPoolExecutor(1, "cpmrt-prepare-long")
+        self._form_workers = ThreadPoolExecutor(2, "cpmrt-prepare-form")
 
     async def in_thread(self, call: Callable[[], T], num_bytes: int = 0) -> T:
         """Return what a call gives in a worker thread; those about a body of many bytes do not hold up the others.
 
         Raises ApiError 503 if the server ends before the call does.
         """
-        workers = self._workers if num_bytes < LONG else self._long_workers
+        return await self._in_thread_of(self._workers if num_bytes < LONG else self._long_workers, call)
+
+    async def prepared(self, prepare: Callable[[dict[str, Any]], Prepared], body: bytes) -> Prepared:
+        """Return what `prepare` makes of a body. While forms compile, only requests that need one wait for each other.
+
+        Raises as `in_thread` does.
+        """
+        kept = list[dict[str, Any]]()  # taken out by the thread that is to free it, not by the event loop
+
+        def begun() -> Prepared | None:
+            fields = parse_object(body)
+            if not may_need_form(fields):
+                return prepare(fields)
+            kept.append(fields)
+            return None
+
+        done = await self.in_thread(begun, len(body))
+        if done is not None:
+            return done
+        return await self._in_thread_of(self._form_workers, lambda: prepare(kept.pop()))
+
+    async def _in_thread_of(self, workers: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         running = asyncio.get_running_loop().run_in_executor(workers, _outcome, call)
         await asyncio.wait((running, self.over), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
@@ -227,7 +251,7 @@ class Service:
         self.engine.cancel_all()
 
     def close(self) -> None:
-        for workers in (self._workers, self._long_workers):
+        for workers in (self._workers, self._long_workers, self._form_workers):
             workers.shutdown(wait=False, cancel_futures=True)
         self.prompt_workers.close()
 

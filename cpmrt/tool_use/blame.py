@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cpmrt.errors import RequestError, quoted
-from cpmrt.tool_use.calls import listed_types, properties_of
+from cpmrt.tool_use.calls import Schemas, listed_types, properties_of
+from cpmrt.tool_use.formats import HERMES, Format
+from cpmrt.tool_use.parameters import COMBINATORS, plain_parameters
 
 _REPORT = re.compile(r"at (?P<line>\d+)\(\d+\): (failed to compile JSON schema: )?(?P<reason>.*?)( \d+ \| .*)?")
 """An error of llguidance about a grammar: line, column, reason, then the lines around it with their numbers."""
@@ -19,14 +21,22 @@ _KINDS = (
 """Key of a parameter's schema, the type that its value must have, and that type in words."""
 
 
-def check_schemas(tools: Sequence[Mapping[str, Any]], names: Collection[str]) -> None:
-    """Raise RequestError if the schema of one of the named tools is malformed, or is one that no call could obey."""
+def check_schemas(tools: Sequence[Mapping[str, Any]], schemas: Schemas, form: Format) -> None:
+    """Raise RequestError if the schema of one of the tools in `schemas` is one that no call in this format could obey,
+    or is malformed."""
     for index, tool in enumerate(tools):
         function = tool["function"]
-        if function["name"] in names:
-            for path, expected, actual in _mistakes(function.get("parameters") or {}):
-                what = _place(index, f"{path} in the schema of {quoted(function['name'])}")
-                raise RequestError(what, expected=expected, actual=quoted(actual))
+        if function["name"] not in schemas:
+            continue
+        schema = plain_parameters(function.get("parameters") or {})
+        place = f"in the schema of {quoted(function['name'])}"
+        for path, expected, actual in _mistakes(schema):
+            raise RequestError(_place(index, f"{path} {place}"), expected=expected, actual=quoted(actual))
+        for key in COMBINATORS if form is not HERMES else ():
+            if key in schema:
+                expected = "properties alone, as this model writes calls parameter by parameter"
+                fix, what = "list all parameters in properties", _place(index, f"{key} {place}")
+                raise RequestError(what, expected=expected, actual=quoted(schema[key]), fix=fix)
 
 
 def blamed(

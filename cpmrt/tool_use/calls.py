@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cpmrt.errors import RequestError, quoted
+from cpmrt.tool_use.parameters import plain_parameters
 
 
 class Call(NamedTuple):
@@ -24,7 +25,7 @@ Schemas = Mapping[str, Mapping[str, Any]]
 def schemas_of(tools: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) -> Schemas:
     """Return the schemas of tools in the OpenAI API's form: of those of these names, or of all if there are none.
 
-    Raises RequestError with the index of a malformed tool.
+    References at their top are resolved. Raises RequestError with the index of a malformed tool.
     """
     schemas = dict[str, Mapping[str, Any]]()
     for index, tool in enumerate(tools):
@@ -38,7 +39,7 @@ def schemas_of(tools: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) ->
             expected, where = "a JSON schema (an object)", f"tools[{index}].function.parameters"
             raise RequestError(where, expected=expected, actual=quoted(parameters))
         if name in names or not names:
-            schemas[name] = parameters
+            schemas[name] = plain_parameters(parameters)
     return schemas
 
 

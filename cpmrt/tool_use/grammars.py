@@ -22,6 +22,7 @@ from cpmrt.text import ChatTemplate, Tokenizer
 from cpmrt.text.markers import special_markers
 from cpmrt.tool_use.calls import Schemas, listed_types, properties_of, required_of
 from cpmrt.tool_use.formats import HERMES, PYTHON, XML, Format
+from cpmrt.tool_use.parameters import COMBINATORS, DEFINITIONS
 from cpmrt.tool_use.text_patterns import expression_of, is_constrained
 from cpmrt.tool_use.xml_calls import text_choices
 
@@ -35,7 +36,6 @@ _MAX_TEXT = 4000
 _TEXT = rf"/[^<&\n]{{1,{_MAX_TEXT}}}/"
 _FENCE, _FENCE_END = "\n```python\n", "\n```\n"
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+")
-_DEFINITIONS = ("$defs", "definitions")
 
 
 def format_of(template: ChatTemplate | None) -> Format:
@@ -155,8 +155,13 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _arguments(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of all arguments: an object, without additional properties unless the schema allows them."""
-    return {"additionalProperties": bool(schema.get("additionalProperties")), **schema, "type": "object"}
+    """Return the schema of all arguments: an object.
+
+    It has no additional properties unless the schema allows them, or brings in other schemas, whose properties would
+    count as additional.
+    """
+    is_closed = not any(key in schema for key in COMBINATORS)
+    return {**({"additionalProperties": False} if is_closed else {}), **schema, "type": "object"}
 
 
 def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
@@ -171,7 +176,7 @@ def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
 def _within(schema: Mapping[str, Any], value: Any) -> dict[str, Any]:
     """Return the schema of a property on its own, with the definitions of the whole schema that it may refer to."""
     own = dict(value) if isinstance(value, Mapping) else {}
-    return {name: schema[name] for name in _DEFINITIONS if name in schema} | own
+    return {name: schema[name] for name in DEFINITIONS if name in schema} | own
 
 
 def _escaped(text: str) -> str:

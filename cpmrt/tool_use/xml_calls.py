@@ -15,6 +15,7 @@ from html import unescape
 from typing import Any
 
 from cpmrt.tool_use.calls import DECODER, Call, Schemas, as_json, listed_types, properties_of, required_of
+from cpmrt.tool_use.parameters import is_open
 from cpmrt.tool_use.python_literals import read_literal
 
 FUNCTION = re.compile(r'([^"]+)"\s*>')
@@ -39,7 +40,7 @@ def read_xml_call(text: str, schemas: Schemas) -> list[Call]:
     properties = properties_of(schema)
     arguments: dict[str, Any] = {}
     for name, value in _params(body, properties):
-        if name in arguments or not (name in properties or not properties or schema.get("additionalProperties")):
+        if name in arguments or not (name in properties or not properties or is_open(schema)):
             raise ValueError(f"parameter {name!r} is unknown or given twice")
         arguments[name] = typed_value(value, properties.get(name))
     if missing := required_of(schema) - arguments.keys():
