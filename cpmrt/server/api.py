@@ -165,11 +165,16 @@ class Endpoints:
         return partial(self._service.prompt_workers.run, scores, request.receive)
 
     async def _body(self, request: Request) -> bytes:
-        """Read the body of a request, which must say that it is JSON."""
+        """Read the body of a request, which must say that it is JSON and not that it is compressed."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Pages of other origins can send anything else without asking first.
             raise ApiError(400, "send JSON with the header Content-Type: application/json", code="invalid_content_type")
+        if request.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+            message = "send the body uncompressed, without the header Content-Encoding"
+            raise ApiError(
+                415, message, code="unsupported_content_encoding", headers={"Accept-Encoding": "identity"}
+            )  # fmt: skip
         limit = self._service.settings.body_limit(self._service.engine.llm.max_context)
         length = request.headers.get("content-length")
         return await read_body(request.receive, length, limit, self._service.over)
