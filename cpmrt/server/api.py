@@ -148,23 +148,33 @@ class Endpoints:
         record.id = prepared.id
         if self._service.settings.log_prompts:
             record.prompt = body[:MAX_LOGGED_PROMPT]
-        if prepared.scored:
-            scores = PromptScores(self._service.engine.llm, prepared.scored)
-            await self._service.prompt_workers.run(scores, request.receive)
+        score = self._scoring(prepared, request) if prepared.scored else None
         if not prepared.generates:
+            if score is not None:
+                await score()
             return await written(prepared, usage_of(prepared.num_prompt_tokens, 0, 0))
-        exchange = Exchange(self._service.engine, prepared, request.receive)
+        exchange = Exchange(self._service.engine, prepared, request.receive, before=score)
         record.ended = exchange.ended
         if prepared.wanted.streams:
             return EventStream(prepared, exchange)
         return await whole_answer(prepared, exchange)
 
+    def _scoring(self, prepared: Prepared, request: Request) -> Callable[[], Awaitable[None]]:
+        """Return a call that gives the prompts of a request their log-probabilities."""
+        scores = PromptScores(self._service.engine.llm, prepared.scored)
+        return partial(self._service.prompt_workers.run, scores, request.receive)
+
     async def _body(self, request: Request) -> bytes:
-        """Read the body of a request, which must say that it is JSON."""
+        """Read the body of a request, which must say that it is JSON and not that it is compressed."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # Pages of other origins can send anything else without asking first.
             raise ApiError(400, "send JSON with the header Content-Type: application/json", code="invalid_content_type")
+        if request.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+            message = "send the body uncompressed, without the header Content-Encoding"
+            raise ApiError(
+                415, message, code="unsupported_content_encoding", headers={"Accept-Encoding": "identity"}
+            )  # fmt: skip
         limit = self._service.settings.body_limit(self._service.engine.llm.max_context)
         length = request.headers.get("content-length")
         return await read_body(request.receive, length, limit, self._service.over)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Sequence
 from difflib import get_close_matches
 from inspect import signature
 from time import perf_counter
@@ -49,7 +50,7 @@ def make_app(service: Service) -> ASGIApp:
         },
     )
     app.router.redirect_slashes = False
-    gate = Gate(app, service, frozenset(route.path for route in routes))
+    gate = Gate(app, service, routes)
     origins = service.settings.cors_origins
     if not origins:
         return gate
@@ -91,11 +92,11 @@ def _other_path(path: str, app: Starlette) -> str:
 class Gate:
     """Checks the API key and the host that a request means, counts it and logs it, around the application itself.
 
-    Metrics count each of the `paths` by itself and all other paths together.
+    Metrics count each of the `routes` by itself, whatever its parameters are, and all other paths together.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]):
-        self._app, self._metrics, self._paths, settings = app, service.metrics, paths, service.settings
+    def __init__(self, app: ASGIApp, service: Service, routes: Sequence[Route]):
+        self._app, self._metrics, self._routes, settings = app, service.metrics, routes, service.settings
         self._keys = ApiKeys(settings.api_keys)
         # Without a key, a page of any origin could reach this server by a name of its own that means 127.0.0.1.
         checks_host = bool(settings.allowed_hosts) or (settings.is_loopback and not self._keys)
@@ -119,10 +120,13 @@ class Gate:
             app: Any = self._app if refusal is None else error_response(refusal, record.path)
             await app(scope, receive, noted)
         finally:
-            path = record.path if record.path in self._paths else "other"
-            self._metrics.add_request(path, record.status, perf_counter() - record.begun_at)
+            self._metrics.add_request(self._counted(record.path), record.status, perf_counter() - record.begun_at)
             record.write()
             record.detach(scope)
+
+    def _counted(self, path: str) -> str:
+        """Return the name that metrics have for a path: its route's, with the names of parameters for their values."""
+        return next((route.path_format for route in self._routes if route.path_regex.match(path)), "other")
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = scope["headers"]

@@ -76,9 +76,9 @@ def unsupported(param: str, problem: str) -> ApiError:
     return ApiError(400, f"{param} is not supported: {problem}", param=param, code="unsupported_parameter")
 
 
-def overloaded(num_open: int) -> ApiError:
-    """Return a 429: the queue is full."""
-    message = f"the queue is full ({num_open} sequences run or wait); try again later"
+def overloaded(num_open: int, what: str = "sequences") -> ApiError:
+    """Return a 429: the queue is full; `what` runs or waits."""
+    message = f"the queue is full ({num_open} {what} run or wait); try again later"
     return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 

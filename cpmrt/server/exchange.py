@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -23,10 +24,14 @@ class Exchange:
 
     While it is open it watches the connection: a client that goes away cancels everything. Items wait here until they
     are read, so that a slow reader holds up nobody; the tokens of the answer bound how many there can be.
-    Raises ApiError 429 or 503 at once if the requests cannot be queued.
+    The requests are queued at once, which raises ApiError 429 or 503 if they cannot be; or, if there is a `before`,
+    when that is done, which notices itself that the client leaves. Then all such errors come from `items`.
     """
 
-    def __init__(self, engine: EngineThread, prepared: Prepared, receive: Receive):
+    def __init__(
+        self, engine: EngineThread, prepared: Prepared, receive: Receive,
+        before: Callable[[], Awaitable[None]] | None = None,
+    ):  # fmt: skip
         self._engine, self._num_choices, self._receive = engine, prepared.wanted.num_choices, receive
         self._items: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -44,8 +49,14 @@ class Exchange:
         self._is_pinging = False
         """Whether the silence has lasted so long that `items` shall return no items, for a sign of life."""
         self._alarm: asyncio.TimerHandle | None = None
+        self._before = before
+        self._failure: Exception | None = None
+        self.is_begun = False
+        """Whether the requests are queued."""
+        if before is not None:
+            return
         try:
-            engine.submit(self._jobs)
+            self._begin()
         except BaseException:
             self._forget_jobs()
             raise
@@ -63,6 +74,7 @@ class Exchange:
             self._watcher.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watcher
+        self._failure = None  # its traceback knows the exchange
         self._forget_jobs()
 
     @property
@@ -72,18 +84,20 @@ class Exchange:
     @property
     def has_items(self) -> bool:
         """True if `items` would return at once."""
-        return bool(self._items) or self._is_pinging
+        return bool(self._items) or self._is_pinging or self._failure is not None
 
     async def items(self) -> list[Item]:
         """Wait for at least one item, and return what has come since the last call, a part of it if it is much.
 
         Returns no items after a long silence. Raises ApiError if a sequence failed or the server stops it,
-        ClientGoneError if the client has gone.
+        ClientGoneError if the client has gone, and the errors of `before`.
         """
         if self._has_more:
             await asyncio.sleep(0)
         elif not self.has_items:
             await self._something()
+        if self._failure is not None:
+            raise self._failure
         items, self._items = self._items, []
         self._is_pinging = False
         self._has_more = len(items) > _MAX_ITEMS
@@ -107,6 +121,11 @@ class Exchange:
         prompt = sum(stats.prompt_tokens for stats in prompts)
         completion = sum(ended.stats.new_tokens for ended in self.ended.values())
         return usage_of(prompt, completion, sum(stats.cached_tokens for stats in prompts))
+
+    def _begin(self) -> None:
+        """Queue the requests."""
+        self._engine.submit(self._jobs)
+        self.is_begun = True
 
     def _forget_jobs(self) -> None:
         """Break the cycle of references with the jobs: else a large request stays until the collector finds it."""
@@ -144,6 +163,13 @@ class Exchange:
             raise ClientGoneError if self._client_is_gone else shutting_down()
 
     async def _watch(self) -> None:
+        try:
+            if self._before is not None:
+                await self._before()
+                self._begin()
+        except Exception as error:
+            self._failure = error
+            return self._wake()
         await client_left(self._receive)
         self._client_is_gone = True
         self._engine.cancel(self._jobs)

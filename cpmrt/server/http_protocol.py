@@ -13,6 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cpmrt.server.connections import Connections
+from cpmrt.server.request_parser import RequestParser
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_TIMEOUT_S = 10.0
@@ -31,6 +32,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self, *args: Any, all_connections: Connections, connected: Callable[[], None] = lambda: None, **kwargs: Any
     ):
         super().__init__(*args, **kwargs)
+        self.parser: RequestParser = RequestParser(self)
         self._all_connections, self._connected = all_connections, connected
         self._head_bytes, self._is_in_head = 0, True
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -78,6 +80,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_headers_complete(self) -> None:
+        if self.parser.is_refusing:
+            return
         self._is_in_head, self._head_bytes = False, 0
         self._stop("head")
         super().on_headers_complete()
@@ -97,6 +101,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._all_connections.end_request(self)
 
     def on_message_complete(self) -> None:
+        if self.parser.is_refusing:
+            return
         self._is_in_head = True
         super().on_message_complete()
 

@@ -72,7 +72,7 @@ def _post(request: str, answer: str, summary: str, *, streams: bool = False, err
             "summary": summary,
             "requestBody": {"required": True, "content": _body(ref(request))},
             "responses": {"200": {"description": "Done", "content": content}}
-            | _errors("400", "401", "404", "408", "413", "429", "500", "503", schema=error),
+            | _errors("400", "401", "404", "408", "413", "415", "429", "500", "503", schema=error),
         }
     }
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cpmrt.server.answers import compact_json, event, to_bytes
+from cpmrt.server.engine_thread import Item
 from cpmrt.server.errors import ApiError, as_api_error
 from cpmrt.server.exchange import Exchange
 from cpmrt.server.json_body import ClientGoneError
@@ -109,6 +110,7 @@ class EventStream(Response):
         )
         del self.headers["content-length"]
         self._format, self._exchange = prepared.format, exchange
+        self._is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._exchange:
@@ -127,15 +129,14 @@ class EventStream(Response):
 
     async def _send_events(self, record: RequestRecord, events: str) -> str:
         """Send all events but the last, which is returned. The status has been sent: an error becomes an event."""
-        exchange, stream, send = self._exchange, self._format.stream, record.send
+        exchange, send = self._exchange, record.send
         try:
             while True:
                 if events:
                     await send({"type": "http.response.body", "body": to_bytes(events), "more_body": True})
                 if exchange.is_done:
                     return self._format.end(exchange.usage())
-                items = await exchange.items()
-                events = "".join([stream(item) for item in items]) if items else self._format.ping
+                events = self._events(await exchange.items())
         except ApiError as error:
             record.status = error.status
             return self._format.failed(error)
@@ -143,11 +144,18 @@ class EventStream(Response):
             record.status = CLIENT_GONE
             return ""
         except Exception as error:
-            _log.exception("an answer cannot be written")
+            _log.exception("an answer cannot go on")
             refusal = as_api_error(error)
             record.status = refusal.status
             return self._format.failed(refusal)
 
     async def _first_events(self) -> str:
-        items = await self._exchange.items() if self._exchange.has_items else []
-        return self._format.begin() + "".join([self._format.stream(item) for item in items])
+        return self._events(await self._exchange.items() if self._exchange.has_items else [])
+
+    def _events(self, items: list[Item]) -> str:
+        """Return the events of items, or a sign of life. Those at the beginning wait for the scores of the prompts."""
+        stream = self._format.stream
+        if self._is_begun or not self._exchange.is_begun:
+            return "".join([stream(item) for item in items]) if items else self._format.ping
+        self._is_begun = True
+        return self._format.begin() + "".join([stream(item) for item in items])

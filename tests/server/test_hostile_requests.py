@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import time
@@ -103,6 +104,21 @@ def test_json_that_is_deep_but_allowed(says):
 def test_a_form_of_another_origin_is_refused(says):
     answer = says.client.post(CHAT, content=b'{"messages": []}', headers={"content-type": "text/plain"})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_content_type"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/tokenize"])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, zstd"])
+def test_a_compressed_body_is_refused_with_what_to_do(says, path, encoding):
+    answer = post(says, gzip.compress(b'{"messages": []}'), path, **{"content-encoding": encoding})
+    error = answer.json()["error"]
+    assert answer.status_code == 415 and error["code"] == "unsupported_content_encoding"
+    assert error["type"] == "invalid_request_error" and "send the body uncompressed" in error["message"]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity", ""])
+def test_a_body_that_says_it_is_not_compressed_is_read(says, encoding):
+    content = b'{"messages": [{"role": "user", "content": "say(fine)yas"}]}'
+    assert post(says, content, **{"content-encoding": encoding}).status_code == 200
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])

@@ -6,6 +6,7 @@ import gc
 import time
 from collections import Counter
 
+import numpy as np
 import pytest
 
 LOOPS = 10
@@ -19,8 +20,11 @@ REQUESTS = {
     "more biases than the engine takes": ("/v1/chat/completions", {**CHAT, "logit_bias": MANY}),
     "a completion past the context": ("/v1/completions", {"prompt": "word " * 3000}),
     "a message": ("/v1/messages", {**CHAT, "max_tokens": 9, "stream": True}),
+    "a stream with the scores of its prompt": (
+        "/v1/completions", {"prompt": "x", "stream": True, "echo": True, "logprobs": 1},
+    ),
     "no such model": ("/v1/completions", {"prompt": "x", "model": "y"}),
-}
+}  # fmt: skip
 
 
 def ours(server) -> Counter[str]:
@@ -31,7 +35,11 @@ def ours(server) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_leaves_nothing_behind(says, name):
+def test_a_request_leaves_nothing_behind(says, name, monkeypatch):
+    logits = np.zeros((1, says.engine.llm.config.vocab_size), np.float32)
+    monkeypatch.setattr(says.engine.llm.engine.executor, "prompt_logits", lambda slot, ids, table=(): iter(
+        [logits.repeat(len(ids), axis=0)]
+    ))  # fmt: skip
     path, body = REQUESTS[name]
     says.client.post(path, json=body)
     gc.collect()

@@ -103,6 +103,21 @@ def test_requests_are_counted_and_timed(quiet):
     assert 3 * 11 * SLOW <= grown("cpmrt_request_seconds_sum", path=chat) < 20
 
 
+def test_paths_with_a_parameter_are_counted_by_their_pattern(quiet):
+    paths = {"/v1/models/my/model": 200, "/v1/models/other": 404, "/page/chat.js": 200, "/page/a/b": 404, "/page": 404}
+    before = seen(quiet)
+    for path, status in paths.items():
+        assert quiet.client.get(path).status_code == status, path
+    assert quiet.client.get("/v1/models/{model:path}").status_code == 404
+    after = seen(quiet)
+    grown = {(dict(key[1])["path"], dict(key[1])["status"]): after[key] - before.get(key, 0.0)
+             for key in after if key[0] == "cpmrt_requests_total"}  # fmt: skip
+    assert {key: count for key, count in grown.items() if count and key[0] != "/metrics"} == {
+        ("/v1/models/{model}", "200"): 1, ("/v1/models/{model}", "404"): 2,
+        ("/page/{file}", "200"): 1, ("/page/{file}", "404"): 1, ("other", "404"): 1,
+    }  # fmt: skip
+
+
 def test_time_in_the_queue_is_that_before_a_slot(quiet):
     before = seen(quiet)["cpmrt_queue_seconds_sum", ()]
     quiet.chat(n=5)
