@@ -43,7 +43,7 @@ Pooling = Literal["mean", "last"]
 Numbers = Iterator[int]
 """Numbers of requests: the seed of a request without one is made of its number."""
 
-_TokensOf = Callable[[Sequence[Message]], list[int]]
+TokensOf = Callable[[Sequence[Message]], list[int]]
 _ChunkReader = Callable[[int, tuple[int, ...], tuple[int, ...]], Iterator[F32]]
 
 
@@ -57,7 +57,7 @@ class JobMaker:
     chat_template: ChatTemplate | None
     sampling_defaults: SamplingDefaults
     seed: int
-    on_chat: Callable[[Sequence[int], Sequence[Message], _TokensOf], None] | None = None
+    on_chat: Callable[[Sequence[int], Sequence[Message], TokensOf], None] | None = None
     """Called with the token ids of each chat that is to be answered, its messages, and a function that gives the token
     ids of other messages under the same options."""
     _numbers: Numbers = field(default_factory=count)
@@ -250,7 +250,7 @@ class JobMaker:
         add_generation_prompt: bool = True,
         allow_special_tokens: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> _TokensOf:
+    ) -> TokensOf:
         """Return a function that gives a conversation's token ids, as the checkpoint's chat template renders it.
 
         It raises RequestError for the conversation, this method for an option.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 from cpmrt import LLM
+from cpmrt.job_maker import TokensOf
 from cpmrt.server.chat_text import ChatText
 from cpmrt.server.errors import naming
 from cpmrt.server.messages_answer import MessagesFormat
@@ -21,7 +23,7 @@ def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:
     """Check a conversation, render and tokenize it. Raises ApiError, CpmrtError."""
     llm, settings = service.engine.llm, service.settings
     conversation = read_conversation(body, settings.model_names)
-    ids, num_begun = _prompt_ids(llm, conversation)
+    ids, num_begun = _prompt_ids(llm, conversation, llm.maker.chat_reader)
     with naming(TOOL_NAMES):
         wanted = calling(
             llm, read_settings(body), conversation.tools, conversation.called, one_call=conversation.one_call
@@ -40,16 +42,18 @@ def prepare_message(service: Service, body: dict[str, Any]) -> Prepared:
 
 def count_tokens(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return how many tokens a conversation takes. Raises ApiError, CpmrtError."""
-    conversation = read_conversation(body, service.settings.model_names)
-    ids, _ = _prompt_ids(service.engine.llm, conversation)
+    conversation, llm = read_conversation(body, service.settings.model_names), service.engine.llm
+    ids, _ = _prompt_ids(llm, conversation, llm.maker.chat_renderer)
     return {"input_tokens": len(ids)}
 
 
-def _prompt_ids(llm: LLM, conversation: Conversation) -> tuple[list[int], int]:
-    """Return the prompt's token ids, and how many of the last ones begin the answer, as the last message says."""
+def _prompt_ids(llm: LLM, conversation: Conversation, tokens_by: Callable[..., TokensOf]) -> tuple[list[int], int]:
+    """Return the prompt's token ids, and how many of the last ones begin the answer, as the last message says.
+
+    `tokens_by`: `JobMaker.chat_reader` for a prompt that is to be answered, else `chat_renderer`.
+    """
     check_tools(llm, conversation.tools, conversation.called)
-    ids = llm.chat_prompt(
-        conversation.messages, tools=conversation.tools or None, enable_thinking=conversation.thinks
-    )
+    tokens_of = tokens_by(tools=conversation.tools or None, enable_thinking=conversation.thinks)
+    ids = tokens_of(conversation.messages)
     begun = conversation.begun and needed(llm.tokenizer).encode_plain(conversation.begun, but=ANSWER_MARKERS)
     return [*ids, *begun], len(begun)

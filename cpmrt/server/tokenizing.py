@@ -33,7 +33,7 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     text, content = fields.string("prompt"), fields.string("content")
     template, encode = _template_fields(fields), _encoder(tokenizer, fields, begins=text is not None)
     if fields.raw("messages") is not None:
-        ids = llm.chat_prompt(read_messages(fields), **template)
+        ids = llm.maker.chat_renderer(**template)(read_messages(fields))
     elif text is None and content is None:
         raise invalid("prompt", "expected a string, or messages")
     else:
