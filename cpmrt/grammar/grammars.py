@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cpmrt.config.form import JSON_STYLE, Form, as_terminal
 from cpmrt.errors import RequestError, quoted
 from cpmrt.grammar.compiled_form import CompiledForm
+from cpmrt.grammar.depth import check_levels
 from cpmrt.grammar.gbnf import in_lark
 from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
 from cpmrt.grammar.matcher import NO_THOUGHT, AnswerMatcher, Thought, Vocabulary
+from cpmrt.grammar.rule_depth import rule_levels
+from cpmrt.grammar.schema_depth import schema_levels
 from cpmrt.grammar.trigger import GrammarTrigger, matcher_behind
 from cpmrt.installation import install_extra, missing_packages
 from cpmrt.text import Tokenizer
@@ -95,7 +98,7 @@ class Grammars:
         if found is None:
             found = self._compile_first(form)
         if isinstance(found, RequestError):
-            raise RequestError(found.what, expected=found.expected, actual=found.actual)
+            raise RequestError(found.what, expected=found.expected, actual=found.actual, fix=found.fix)
         return found, vocabulary
 
     def _ways_to_say(self, text: str) -> Iterator[list[int]]:
@@ -206,6 +209,8 @@ class Grammars:
             grammar = _grammar(form)
         except (ValueError, RecursionError) as error:
             return _refused(form, str(error))
+        except RequestError as error:
+            return error
         limits = llguidance.LLParserLimits(**_LIMITS)
         matcher = llguidance.LLMatcher(self._library, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
@@ -215,15 +220,18 @@ class Grammars:
 
 
 def _grammar(form: Form) -> str:
-    """Return a form as a grammar in llguidance's own language. Raises ValueError."""
+    """Return a form as a grammar in llguidance's own language. Raises ValueError, or RequestError if it is too deep."""
     matchers = _llguidance().LLMatcher
     if form.kind == "json_schema":
+        check_levels(form.kind, schema_levels(json.loads(form.text)))
         text = "{}" if form.text == "true" else form.text  # llguidance writes JSON_STYLE into the schema
         return str(matchers.grammar_from_json_schema(text, overrides=JSON_STYLE))
     if form.kind == "regex":
         return str(matchers.grammar_from_regex(form.text))
     if form.kind == "grammar":
-        return str(matchers.grammar_from_lark(in_lark(form.text)))
+        text = in_lark(form.text)
+        check_levels(form.kind, rule_levels(text))
+        return str(matchers.grammar_from_lark(text))
     # All choices are one terminal, so that they become one automaton.
     choices = " | ".join(map(as_terminal, json.loads(form.text)))
     return str(matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
