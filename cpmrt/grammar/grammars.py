@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpmrt.config.form import JSON_STYLE, Form, as_terminal
-from cpmrt.errors import RequestError, quoted
+from cpmrt.errors import BusyError, RequestError, quoted
 from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.depth import check_levels
 from cpmrt.grammar.gbnf import in_lark
@@ -73,7 +73,8 @@ class Grammars:
     def matcher(self, form: Form, thought: Thought = NO_THOUGHT) -> Callable[[], AnswerMatcher]:
         """Return a factory of matchers, to be called once for each answer of this form.
 
-        Raises RequestError for a form that is invalid, takes too long or is too large, and if llguidance is missing.
+        Raises RequestError for a form that is invalid, takes too long or is too large, and if llguidance is missing;
+        BusyError if too many others are being compiled.
         """
         compiled, vocabulary = self._compiled_form(form)
         return lambda: AnswerMatcher(compiled, vocabulary, thought)
@@ -149,10 +150,11 @@ class Grammars:
     def _compile_first(self, form: Form) -> CompiledForm | RequestError:
         """Compile a form, or find it compiled by a thread that had its turn before; return the error of an invalid one.
 
-        Raises RequestError if it takes longer than the limit. What is compiled after that is kept for further requests.
+        Raises BusyError if no turn comes within the limit, and RequestError if it takes longer than the limit. What is
+        compiled after that is kept for further requests.
         """
         if not self._compiling.acquire(timeout=MAX_COMPILE_S):
-            raise RequestError("other grammars are being compiled", fix="ask again later")
+            raise BusyError("other grammars are being compiled", fix="ask again later")
         found = self._known(form)
         if found is not None:
             self._compiling.release()
