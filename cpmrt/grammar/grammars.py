@@ -16,6 +16,7 @@ from cpmrt.config.form import JSON_STYLE, Form, as_terminal
 from cpmrt.errors import BusyError, RequestError, quoted
 from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.depth import check_levels
+from cpmrt.grammar.far_bounds import grammar_without_far_bounds, schema_without_far_bounds
 from cpmrt.grammar.gbnf import in_lark
 from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
 from cpmrt.grammar.matcher import NO_THOUGHT, AnswerMatcher, Thought, Vocabulary
@@ -226,12 +227,13 @@ def _grammar(form: Form) -> str:
     matchers = _llguidance().LLMatcher
     if form.kind == "json_schema":
         check_levels(form.kind, schema_levels(json.loads(form.text)))
-        text = "{}" if form.text == "true" else form.text  # llguidance writes JSON_STYLE into the schema
+        # llguidance writes JSON_STYLE into the schema, which must be an object then.
+        text = "{}" if form.text == "true" else schema_without_far_bounds(form.text)
         return str(matchers.grammar_from_json_schema(text, overrides=JSON_STYLE))
     if form.kind == "regex":
         return str(matchers.grammar_from_regex(form.text))
     if form.kind == "grammar":
-        text = in_lark(form.text)
+        text = grammar_without_far_bounds(in_lark(form.text))
         check_levels(form.kind, rule_levels(text))
         return str(matchers.grammar_from_lark(text))
     # All choices are one terminal, so that they become one automaton.

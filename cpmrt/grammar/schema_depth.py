@@ -10,7 +10,7 @@ from cpmrt.grammar.depth import Part, deepest
 
 _NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")
 """The keys that give a schema a name, by which others may refer to it."""
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
 """The keys whose value is no schema, but has one for each of its own keys."""
 _NAMED = "named"
 """A part that stands for all schemas with a name: which of them a name means, only llguidance finds out."""
@@ -63,7 +63,7 @@ def _part(root: dict[str, Any], roots: dict[int, Any], targets: dict[str, object
             most = max(most, level if value.keys() != {"$ref"} else level - 1)
             if isinstance(reference := value.get("$ref"), str):
                 others += (id(targets[reference]), _NAMED)
-            inside = [(each, key in _MAPS and not is_map) for key, each in value.items()]
+            inside = [(each, key in MAPS and not is_map) for key, each in value.items()]
         else:
             inside = [(each, False) for each in value]
         for each, of_schemas in inside:
