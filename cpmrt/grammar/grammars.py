@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpmrt.config.form import JSON_STYLE, Form, as_terminal
 from cpmrt.errors import BusyError, RequestError, quoted
+from cpmrt.grammar.advice import advice_for
 from cpmrt.grammar.compiled_form import CompiledForm
 from cpmrt.grammar.depth import check_levels
 from cpmrt.grammar.far_bounds import grammar_without_far_bounds, schema_without_far_bounds
@@ -218,8 +219,17 @@ class Grammars:
         matcher = llguidance.LLMatcher(self._library, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
-            matcher.compute_ff_tokens()
-        return _refused(form, matcher.get_error()) if matcher.is_error() else matcher
+        reason = matcher.get_error() or self._error_ahead(matcher)
+        return _refused(form, reason) if reason else matcher
+
+    def _error_ahead(self, matcher: LLMatcher) -> str:
+        """Return the error behind the text that every answer begins with, "" if there is none."""
+        ahead = matcher.deep_copy()
+        certain = matcher.compute_ff_tokens() or self._library.tokenize_bytes(matcher.compute_ff_bytes())
+        ahead.consume_tokens(certain[: ahead.validate_tokens(certain)])
+        if not ahead.is_stopped():
+            ahead.compute_bitmask()
+        return ahead.get_error()
 
 
 def _grammar(form: Form) -> str:
@@ -255,7 +265,7 @@ def _refused(form: Form, reason: str) -> RequestError:
         reason = next((line for line in reason.splitlines() if line.startswith("error: ")), reason)
     said = next((words for sign, words in _IN_OUR_WORDS.items() if sign in reason), reason)
     actual = " ".join(said.removeprefix("error: ").split())[:300]
-    return RequestError(f"SamplingParams.{form.kind}", expected=expected, actual=actual)
+    return RequestError(f"SamplingParams.{form.kind}", expected=expected, actual=actual, fix=advice_for(reason))
 
 
 def _llguidance() -> Any:
