@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cpmrt.engine import GenerationStats
     from cpmrt.errors import (
         ArgumentError,
+        BusyError,
         CheckpointError,
         ClosedError,
         ConfigError,
@@ -41,6 +42,7 @@ __all__ = [
     "ArgumentError",
     "AsyncLLM",
     "AsyncTextStream",
+    "BusyError",
     "Call",
     "CheckpointError",
     "ClosedError",

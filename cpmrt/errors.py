@@ -87,6 +87,10 @@ class ContextLengthError(RequestError):
         return cls(f"{what} does not fit the context", expected=f"at most {most} tokens", actual=actual, fix=fix)
 
 
+class BusyError(RequestError):
+    """A request cannot be taken now, as too much work of its kind is under way; the same request may be sent again."""
+
+
 def of_each(name: str, items: Iterable[Item], make: Callable[[Item], Made]) -> list[Made]:
     """Return `make` of each item. A RequestError says which item it is about: "prompts[2]: the prompt is empty"."""
     made = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 _RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\[\]])|.)", re.DOTALL)
@@ -16,12 +18,50 @@ def in_lark(text: str) -> str:
     """Return a grammar in Lark's syntax. GBNF (known by its `::=`) is converted, other text kept. Raises ValueError."""
     if not _RULE.search(text):
         return text
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
     try:
-        return str(gbnf_to_lark(_ESCAPE.sub(_plain_escape, _without_start(text))))
+        return _converted(_ESCAPE.sub(_plain_escape, _without_start(text)))
     except Exception as error:  # the converter only reads text, but may raise any type
         raise ValueError(f"{error}, where it was read as GBNF") from None
+
+
+def _converted(text: str) -> str:
+    """Return what the converter's own `gbnf_to_lark` does, but in a time that grows with the length of the text."""
+    from llguidance.gbnf_to_lark import GrammarParser, resolve
+
+    rules = GrammarParser().parse(text)
+    _mark_terminals(rules)
+    resolve(rules)
+    in_order = sorted(rules.values(), key=lambda rule: rule.order)
+    return "%llguidance {}\n\n" + "\n".join(f"{rule}\n" for rule in in_order)
+
+
+def _mark_terminals(rules: dict[str, Any]) -> None:
+    """Mark the rules that are terminals: those that lead to terminals only, and are not the first rule.
+
+    `resolve` would go over all rules again for each level of rules that are terminals.
+    """
+    unknown = dict[str, int]()
+    users = dict[str, list[str]]()
+    for name, rule in rules.items():
+        names = [node.name for node in _nodes(rule) if hasattr(node, "target")]
+        unknown[name] = len(names)
+        for each in names:
+            users.setdefault(each, []).append(name)
+    found = [name for name, left in unknown.items() if not left and name != "root"]
+    for name in found:  # more are appended meanwhile
+        rules[name].rule_is_terminal = True
+        for user in users.get(name, ()):
+            unknown[user] -= 1
+            if not unknown[user] and user != "root":
+                found.append(user)
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        yield node
+        pending += node.children()
 
 
 def _without_start(text: str) -> str:

@@ -13,12 +13,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cpmrt.config.form import JSON_STYLE, Form, as_terminal
-from cpmrt.errors import RequestError, quoted
+from cpmrt.errors import BusyError, RequestError, quoted
+from cpmrt.grammar.advice import advice_for
 from cpmrt.grammar.compiled_form import CompiledForm
+from cpmrt.grammar.depth import check_levels
 from cpmrt.grammar.exact_numbers import check_lark, check_schema
+from cpmrt.grammar.far_bounds import grammar_without_far_bounds, schema_without_far_bounds
 from cpmrt.grammar.gbnf import in_lark
 from cpmrt.grammar.mask_threads import MaskThreads, default_num_threads
 from cpmrt.grammar.matcher import NO_THOUGHT, AnswerMatcher, Thought, Vocabulary
+from cpmrt.grammar.rule_depth import rule_levels
+from cpmrt.grammar.schema_depth import schema_levels
 from cpmrt.grammar.trigger import GrammarTrigger, matcher_behind
 from cpmrt.installation import install_extra, missing_packages
 from cpmrt.text import Tokenizer
@@ -71,7 +76,8 @@ class Grammars:
     def matcher(self, form: Form, thought: Thought = NO_THOUGHT) -> Callable[[], AnswerMatcher]:
         """Return a factory of matchers, to be called once for each answer of this form.
 
-        Raises RequestError for a form that is invalid, takes too long or is too large, and if llguidance is missing.
+        Raises RequestError for a form that is invalid, takes too long or is too large, and if llguidance is missing;
+        BusyError if too many others are being compiled.
         """
         compiled, vocabulary = self._compiled_form(form)
         return lambda: AnswerMatcher(compiled, vocabulary, thought)
@@ -96,7 +102,7 @@ class Grammars:
         if found is None:
             found = self._compile_first(form)
         if isinstance(found, RequestError):
-            raise RequestError(found.what, expected=found.expected, actual=found.actual)
+            raise RequestError(found.what, expected=found.expected, actual=found.actual, fix=found.fix)
         return found, vocabulary
 
     def _ways_to_say(self, text: str) -> Iterator[list[int]]:
@@ -147,10 +153,11 @@ class Grammars:
     def _compile_first(self, form: Form) -> CompiledForm | RequestError:
         """Compile a form, or find it compiled by a thread that had its turn before; return the error of an invalid one.
 
-        Raises RequestError if it takes longer than the limit. What is compiled after that is kept for further requests.
+        Raises BusyError if no turn comes within the limit, and RequestError if it takes longer than the limit. What is
+        compiled after that is kept for further requests.
         """
         if not self._compiling.acquire(timeout=MAX_COMPILE_S):
-            raise RequestError("other grammars are being compiled", fix="ask again later")
+            raise BusyError("other grammars are being compiled", fix="ask again later")
         found = self._known(form)
         if found is not None:
             self._compiling.release()
@@ -207,27 +214,41 @@ class Grammars:
             grammar = _grammar(form)
         except (ValueError, RecursionError) as error:
             return _refused(form, str(error))
+        except RequestError as error:
+            return error
         limits = llguidance.LLParserLimits(**_LIMITS)
         matcher = llguidance.LLMatcher(self._library, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
-            matcher.compute_ff_tokens()
-        return _refused(form, matcher.get_error()) if matcher.is_error() else matcher
+        reason = matcher.get_error() or self._error_ahead(matcher)
+        return _refused(form, reason) if reason else matcher
+
+    def _error_ahead(self, matcher: LLMatcher) -> str:
+        """Return the error behind the text that every answer begins with, "" if there is none."""
+        ahead = matcher.deep_copy()
+        certain = matcher.compute_ff_tokens() or self._library.tokenize_bytes(matcher.compute_ff_bytes())
+        ahead.consume_tokens(certain[: ahead.validate_tokens(certain)])
+        if not ahead.is_stopped():
+            ahead.compute_bitmask()
+        return ahead.get_error()
 
 
 def _grammar(form: Form) -> str:
-    """Return a form as a grammar in llguidance's own language. Raises ValueError."""
+    """Return a form as a grammar in llguidance's own language. Raises ValueError, or RequestError if it is too deep."""
     matchers = _llguidance().LLMatcher
     if form.kind == "json_schema":
-        check_schema(json.loads(form.text))
-        text = "{}" if form.text == "true" else form.text  # llguidance writes JSON_STYLE into the schema
+        check_levels(form.kind, schema_levels(json.loads(form.text)))
+        # llguidance writes JSON_STYLE into the schema, which must be an object then.
+        text = "{}" if form.text == "true" else schema_without_far_bounds(form.text)
+        check_schema(json.loads(text))
         return str(matchers.grammar_from_json_schema(text, overrides=JSON_STYLE))
     if form.kind == "regex":
         return str(matchers.grammar_from_regex(form.text))
     if form.kind == "grammar":
-        lark = in_lark(form.text)
-        check_lark(lark)
-        return str(matchers.grammar_from_lark(lark))
+        text = grammar_without_far_bounds(in_lark(form.text))
+        check_levels(form.kind, rule_levels(text))
+        check_lark(text)
+        return str(matchers.grammar_from_lark(text))
     # All choices are one terminal, so that they become one automaton.
     choices = " | ".join(map(as_terminal, json.loads(form.text)))
     return str(matchers.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}"))
@@ -247,7 +268,7 @@ def _refused(form: Form, reason: str) -> RequestError:
         reason = next((line for line in reason.splitlines() if line.startswith("error: ")), reason)
     said = next((words for sign, words in _IN_OUR_WORDS.items() if sign in reason), reason)
     actual = " ".join(said.removeprefix("error: ").split())[:300]
-    return RequestError(f"SamplingParams.{form.kind}", expected=expected, actual=actual)
+    return RequestError(f"SamplingParams.{form.kind}", expected=expected, actual=actual, fix=advice_for(reason))
 
 
 def _llguidance() -> Any:

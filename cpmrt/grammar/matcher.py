@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cpmrt.engine.guide import Matcher
 from cpmrt.errors import FormError
+from cpmrt.grammar.advice import advice_for
 from cpmrt.grammar.compiled_form import CompiledForm, Origin
 from cpmrt.grammar.cursor import Cursors, Place
 from cpmrt.grammar.mask_threads import MaskThreads
@@ -180,7 +181,8 @@ class AnswerMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]
-            raise FormError("the form of the answer cannot be followed any more", actual=reason[:200])
+            what = "the form of the answer cannot be followed any more"
+            raise FormError(what, actual=reason[:200], fix=advice_for(reason))
 
 
 def _with_tokens(bits: bytes, token_ids: Iterable[int]) -> bytes:

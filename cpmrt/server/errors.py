@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cpmrt.errors import (
+    BusyError,
     CheckpointError,
     ClosedError,
     ContextLengthError,
@@ -98,6 +99,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, ContextLengthError):
         return ApiError(400, message_for_clients(error), param=_field_of(error.what), code="context_length_exceeded")
+    if isinstance(error, BusyError):
+        return ApiError(429, message_for_clients(error), code="forms_busy", headers={"Retry-After": "5"})
     if isinstance(error, RequestError):
         return ApiError(400, message_for_clients(error), param=_field_of(error.what), code="invalid_value")
     if isinstance(error, MaskError):

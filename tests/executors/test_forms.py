@@ -16,7 +16,7 @@ import pytest
 from form_cases import LARK_GRAMMARS, REGEXES, schemas
 from timing import slowness
 
-from cpmrt import LLM, FormError, RequestError, SamplingParams
+from cpmrt import LLM, BusyError, FormError, RequestError, SamplingParams
 from cpmrt.config import Sampling
 from cpmrt.grammar import grammars
 from cpmrt.grammar.mask_threads import MaskThreads
@@ -389,8 +389,9 @@ def test_compiling_ends_at_its_limit(llm, monkeypatch):
     monkeypatch.setattr(grammars.Grammars, "_compile", lambda self, form: released.wait(10))
     own = grammars.Grammars(llm.tokenizer, llm.tokenizer.eos_token_ids)
     for number, problem in enumerate(("was not compiled within", "was not compiled within", "other grammars")):
-        with pytest.raises(RequestError, match=problem):
+        with pytest.raises(RequestError, match=problem) as caught:
             own.matcher(SamplingParams(regex=f"a{number}").form, grammars.Thought())
+        assert isinstance(caught.value, BusyError) == (number == 2)
     released.set()
 
 

@@ -12,6 +12,7 @@ from form_cases import schemas
 from pydantic import BaseModel
 
 from cpmrt import MaskError
+from cpmrt.grammar import grammars
 from cpmrt.grammar.matcher import AnswerMatcher
 
 pytest.importorskip("llguidance")
@@ -153,6 +154,18 @@ def test_masks_that_come_too_late_are_the_servers_fault(demo, monkeypatch, path,
     assert error.get("code", "mask_failed") == "mask_failed"
     monkeypatch.undo()
     assert re.fullmatch("[ab]{3}", answer_of(demo, guided_regex="[ab]{3}"))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+def test_a_form_that_waits_for_others_in_vain_may_be_sent_again(demo, monkeypatch, path):
+    """A form whose turn to be compiled does not come is answered with a status that clients retry."""
+    monkeypatch.setattr(grammars, "MAX_COMPILE_S", 0.05)
+    monkeypatch.setattr(grammars.BoundedSemaphore, "acquire", lambda self, blocking=True, timeout=None: False)
+    ask = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    answer = demo.client.post(path, json={**ask, "guided_regex": "never compiled", **SAMPLED})
+    error = answer.json()["error"]
+    assert answer.status_code == 429 and answer.headers["Retry-After"] == "5" and error["type"] == "rate_limit_error"
+    assert "other grammars are being compiled" in error["message"] and error.get("code", "forms_busy") == "forms_busy"
 
 
 @pytest.mark.all
