@@ -50,7 +50,8 @@ def blamed(
     if refusal.what != "SamplingParams.grammar":
         return refusal
     if isinstance(refusal.actual, int):
-        return RequestError("tools: the grammar of their calls", expected=refusal.expected, actual=refusal.actual)
+        what, expected = "tools: the grammar of their calls", refusal.expected
+        return RequestError(what, expected=expected, actual=refusal.actual, fix=refusal.fix)
     found, rules = _REPORT.fullmatch(str(refusal.actual)), dict(enumerate(grammar.split("\n"), 1))
     rule = rules.get(int(found["line"]), "") if found else ""
     call, reason = _RULE_OF_A_CALL.match(rule), found["reason"] if found else refusal.actual
@@ -62,7 +63,7 @@ def blamed(
         return RequestError("SamplingParams.json_schema", expected="a JSON schema that can be compiled", actual=reason)
     else:
         what = "tools: the grammar of their calls"
-    return RequestError(what, expected="one that can be compiled", actual=reason)
+    return RequestError(what, expected="one that can be compiled", actual=reason, fix=refusal.fix)
 
 
 def _place(index: int, what: str) -> str:

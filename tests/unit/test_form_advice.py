@@ -34,3 +34,11 @@ def test_what_fails_at_the_first_tokens_is_refused_before(llm, form, fix):
 def test_what_fails_later_says_what_to_change(llm, form, fix):
     with pytest.raises(FormError, match=f"; .*{fix}"):
         llm.generate("x", SamplingParams(**form, max_new_tokens=60))
+
+
+def test_a_tool_that_is_too_deep_says_what_to_change_too(llm):
+    levels = {f"d{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(600)}
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": levels | {"d600": {}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(RequestError, match="tools: .*at most 500 levels.*; write rules out"):
+        llm.chat([{"role": "user", "content": "x"}], tools=[tool], tool_choice="required")
