@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
+
+from cpmrt.grammar.lark_tokens import lark_tokens
 
 _LISTED = ("const", "enum")
 _INCLUSIVE = ("minimum", "maximum")
@@ -15,7 +16,6 @@ _FLOAT_INTEGERS = 2**53
 _END = 2**63
 _CRASHING = -(2.0**62)
 """Upper bounds above this are safe; near the least 64-bit integer llguidance may crash."""
-_JSON = re.compile(r"%json\s*(?=\{)")
 
 
 def check_schema(schema: object) -> None:
@@ -27,17 +27,14 @@ def check_schema(schema: object) -> None:
 
 def check_lark(grammar: str) -> None:
     """Check the JSON schemas within a grammar in Lark's syntax. Raises ValueError as llguidance words its own."""
-    for found in _JSON.finditer(grammar):
+    for kind, text, start in lark_tokens(grammar):
+        if kind != "json":
+            continue
         try:
-            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):
-            continue  # llguidance refuses it and says where
-        try:
-            check_schema(schema)
+            check_schema(json.loads(text))
         except ValueError as error:
-            line_start = grammar.rfind("\n", 0, found.start()) + 1
-            at = f"{grammar.count(chr(10), 0, line_start) + 1}({found.start() - line_start + 1})"
-            raise ValueError(f"at {at}: {error}") from None
+            line_start = grammar.rfind("\n", 0, start) + 1
+            raise ValueError(f"at {grammar.count(chr(10), 0, start) + 1}({start - line_start + 1}): {error}") from None
 
 
 def _numbers(schema: object) -> Iterator[tuple[str, int | float, bool]]:
