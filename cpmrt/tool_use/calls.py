@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cpmrt.errors import RequestError, quoted
-from cpmrt.tool_use.parameters import plain_parameters
 
 
 class Call(NamedTuple):
@@ -39,6 +38,8 @@ def schemas_of(tools: Iterable[Mapping[str, Any]], names: Sequence[str] = ()) ->
             expected, where = "a JSON schema (an object)", f"tools[{index}].function.parameters"
             raise RequestError(where, expected=expected, actual=quoted(parameters))
         if name in names or not names:
+            from cpmrt.tool_use.parameters import plain_parameters  # an answer without tools needs none
+
             schemas[name] = plain_parameters(parameters)
     return schemas
 

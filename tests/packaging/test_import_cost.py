@@ -101,7 +101,7 @@ def test_a_model_without_a_draft_starts_without_what_makes_drafts() -> None:
 def test_an_answer_without_a_form_or_tools_is_given_without_what_makes_these() -> None:
     _, modules = import_once(ANSWER)
     assert [name for name in modules if name == "html" or name.startswith("cpmrt.grammar")] == []
-    small = [f"cpmrt.tool_use.{name}" for name in ("calls", "parameters", "tool_choice")]
+    small = ["cpmrt.tool_use.calls", "cpmrt.tool_use.tool_choice"]
     assert sorted(name for name in modules if name.startswith("cpmrt.tool_use.")) == small
 
 
