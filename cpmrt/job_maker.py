@@ -231,16 +231,19 @@ class JobMaker:
 
         `options` and errors as of `chat_renderer`.
         """
-        tokens_of, on_chat = self.chat_renderer(**options), self.on_chat
-        if on_chat is None:
-            return tokens_of
+        tokens_of = self.chat_renderer(**options)
 
         def ids_of(messages: Sequence[Message]) -> list[int]:
             ids = tokens_of(messages)
-            on_chat(ids, messages, tokens_of)
+            self.note_chat(ids, messages, tokens_of)
             return ids
 
         return ids_of
+
+    def note_chat(self, ids: Sequence[int], messages: Sequence[Message], tokens_of: TokensOf) -> None:
+        """Tell of a chat that is to be answered, for a caller of `chat_renderer`; arguments as of `on_chat`."""
+        if self.on_chat is not None:
+            self.on_chat(ids, messages, tokens_of)
 
     def chat_renderer(
         self,

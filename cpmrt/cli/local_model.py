@@ -63,8 +63,8 @@ class LocalModel:
         prompt, num_dropped = self.fit(conversation, question)
         thought_end = opened_thought(self._llm.tokenizer, prompt)
         job = Generation(self._llm.request(prompt, self.params), marker_ids(self._llm.tokenizer))
-        if (on_chat := self._llm.maker.on_chat) is not None:  # only here: a prompt that is measured is no question
-            on_chat(prompt, conversation.asked(question, skip=num_dropped), self._prompt)
+        # Only here: a prompt that is measured is no question.
+        self._llm.maker.note_chat(prompt, conversation.asked(question, skip=num_dropped), self._prompt)
         return LocalAnswer(TextStream(self._llm.shared, job), thought_end, self._llm.prepare_next_turn), num_dropped
 
     def fit(self, conversation: Conversation, question: str) -> tuple[list[int], int]:
