@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cpmrt.cli.output import complain, cost_lines, printable, reply
+from cpmrt.cli.output import complain, cost_lines, plain_error_line, printable, reply
 from cpmrt.config import SamplingParams
 from cpmrt.config.form import FORM_FIELDS
 from cpmrt.errors import RequestError
@@ -55,7 +55,7 @@ def run_command(session: ChatSession, line: str) -> bool | None:
     try:
         return command.run(session, argument)
     except RequestError as error:
-        complain(f"cpmrt: error: {printable(str(error))}")  # as it is: /set takes names of settings, not of options
+        complain(plain_error_line(error))  # /set takes names of settings, not of options
         return False
 
 

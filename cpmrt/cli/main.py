@@ -18,7 +18,7 @@ from contextlib import nullcontext
 
 from cpmrt import __version__, env
 from cpmrt.cli.ending_signals import leaving_on_signals
-from cpmrt.cli.output import complain, discard_stdout, discard_unwritten_remarks, printable, show_remarks
+from cpmrt.cli.output import complain, discard_stdout, discard_unwritten_remarks, plain_error_line, show_remarks
 from cpmrt.cli.parser import Parser, UsageError, add_quiet, nearest
 from cpmrt.errors import CpmrtError
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        complain(f"cpmrt: error: {printable(str(error))}")
+        complain(plain_error_line(error))
         return EXIT_USAGE
     except CpmrtError as error:
         from cpmrt.cli.option_names import error_line  # which only an error needs

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from cpmrt.caller_warnings import CpmrtWarning
 from cpmrt.cli.arguments import setting_options
-from cpmrt.cli.output import printable
+from cpmrt.cli.output import plain_error_line, printable
 from cpmrt.errors import CpmrtError
 
 _SPECULATE = "speculate: "
@@ -32,7 +32,7 @@ def error_line(error: CpmrtError) -> str:
     expected = None if error.expected is None else _naming(str(error.expected))
     actual = None if error.actual is None else _beginning(str(error.actual))
     told = CpmrtError(_beginning(error.what), expected=expected, actual=actual, fix=error.fix and _naming(error.fix))
-    return f"cpmrt: error: {printable(str(told))}"
+    return plain_error_line(told)
 
 
 def warning_line(message: Warning | str) -> str:

@@ -87,6 +87,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def plain_error_line(error: Exception) -> str:
+    """Return the line that tells of an error as it is; `option_names.error_line` puts the names of options into it."""
+    return f"cpmrt: error: {printable(str(error))}"
+
+
 def write_json(value: Any) -> None:
     """Write one JSON object and a newline; infinities and NaN, which JSON lacks, become null."""
     write(json.dumps(_finite(value), indent=2 if sys.stdout.isatty() else None) + "\n")

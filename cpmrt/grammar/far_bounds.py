@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from numbers import Real
 from typing import Any
 
+from cpmrt.config.integers import is_number
 from cpmrt.grammar.lark_tokens import lark_tokens
 from cpmrt.grammar.schema_depth import MAPS
 
@@ -52,8 +54,8 @@ def _leave_out(schema: dict[str, Any]) -> bool:
     """Remove the bounds of a schema of integers that are no bounds; return whether there were any."""
     if "integer" not in (schema.get("type"), *_listed(schema.get("type"))):
         return False
-    far = [key for key in _LEAST if _is_number(schema.get(key)) and schema[key] <= -_FAR]
-    far += [key for key in _MOST if _is_number(schema.get(key)) and schema[key] >= _FAR]
+    far = [key for key in _LEAST if is_number(schema.get(key), Real) and schema[key] <= -_FAR]
+    far += [key for key in _MOST if is_number(schema.get(key), Real) and schema[key] >= _FAR]
     for key in far:
         del schema[key]
     return bool(far)
@@ -61,7 +63,3 @@ def _leave_out(schema: dict[str, Any]) -> bool:
 
 def _listed(value: object) -> list[object]:
     return value if isinstance(value, list) else []
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
