@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from cpmrt.grammar.depth import Part, deepest
+from cpmrt.json_pointers import pointed_at
 
 _NAMES = ("$id", "id", "$anchor", "$dynamicAnchor")
 """The keys that give a schema a name, by which others may refer to it."""
@@ -41,16 +42,8 @@ def _inside(value: object) -> Iterator[object]:
 
 def _target(schema: object, reference: str) -> object:
     """Return what a reference means as a JSON pointer into the whole schema; None if it is none, or leads nowhere."""
-    found, steps = schema, unquote(reference.partition("#")[2]).split("/")
-    if steps[0]:
-        return None
-    for step in steps[1:]:
-        key = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(key)
-        else:
-            found = found[int(key)] if isinstance(found, list) and key.isdecimal() and int(key) < len(found) else None
-    return found
+    pointer = unquote(reference.partition("#")[2])
+    return None if pointer and not pointer.startswith("/") else pointed_at(schema, pointer)
 
 
 def _part(root: dict[str, Any], roots: dict[int, Any], targets: dict[str, object]) -> Part:

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cpmrt.json_pointers import pointed_at
+
 COMBINATORS = ("$ref", "allOf", "anyOf", "oneOf")
 """Keywords that bring other schemas in beside a schema's own `properties`."""
 DEFINITIONS = ("$defs", "definitions")
@@ -63,10 +65,7 @@ def _target(root: Mapping[str, Any], reference: object) -> object:
     """Return what a reference to one of the definitions of `root` leads to, None for any other reference."""
     if not isinstance(reference, str) or not reference.startswith(tuple(f"#/{name}/" for name in DEFINITIONS)):
         return None
-    found: object = root
-    for step in reference.split("/")[1:]:
-        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+    return pointed_at(root, reference.removeprefix("#"))
 
 
 def _merged(parts: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
