@@ -14,7 +14,9 @@ def executor_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return the module `cpmrt.cuda.executor`, imported for one test only with a CuPy that has nothing but names."""
     error = type("Error", (Exception,), {})
     cuda = SimpleNamespace(
-        runtime=SimpleNamespace(CUDARuntimeError=error), driver=SimpleNamespace(CUDADriverError=error)
+        runtime=SimpleNamespace(CUDARuntimeError=error),
+        driver=SimpleNamespace(CUDADriverError=error),
+        memory=SimpleNamespace(OutOfMemoryError=error),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, ndarray=np.ndarray))
     monkeypatch.delitem(sys.modules, "cpmrt.cuda.executor", raising=False)

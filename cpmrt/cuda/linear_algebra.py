@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from cpmrt.cuda.driver.faults import device_fault, device_faults
+from cpmrt.cuda.driver.faults import device_faults
 from cpmrt.errors import CpmrtError, NoDeviceError
 from cpmrt.installation import pip_install
 
@@ -26,8 +26,6 @@ def open_cupy() -> ModuleType:
             cupy.linalg.cholesky(cupy.eye(2))
     except CpmrtError:
         raise
-    except cupy.cuda.memory.OutOfMemoryError as error:
-        raise device_fault(error) from error
     except Exception as error:  # whatever a missing library raises
         raise _unusable(error) from error
     module: ModuleType = cupy

@@ -30,6 +30,10 @@ class CUDADriverError(CUDARuntimeError):
     pass
 
 
+class OutOfMemoryError(MemoryError):
+    """What CuPy's own pool of memory raises."""
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, driver: int = 13000, count: Any = 1, **properties: Any) -> None:
     """Put a cupy into sys.modules whose runtime has this driver and these GPUs."""
 
@@ -47,9 +51,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *, driver: int = 13000, count: Any
         getDeviceProperties=lambda index: {**H200, **properties},
     )
     driver_api = SimpleNamespace(CUDADriverError=CUDADriverError)
-    monkeypatch.setitem(
-        sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, driver=driver_api))
-    )
+    memory = SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+    cuda = SimpleNamespace(runtime=runtime, driver=driver_api, memory=memory)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
 
 
 def test_a_usable_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +123,14 @@ def test_errors_of_cupy_become_ours(
     with pytest.raises(error, match=message), device_faults():
         raise fault
     assert isinstance(device_fault(fault), error)
+
+
+def test_a_lack_of_memory_in_cupys_pool_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    with pytest.raises(MemoryPlanError, match="less free memory.*got Out of memory: 64 bytes"), device_faults():
+        raise OutOfMemoryError("Out of memory: 64 bytes")
+    with pytest.raises(MemoryError, match="of the host"), device_faults():
+        raise MemoryError("of the host")
 
 
 def driver_library(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:

@@ -51,8 +51,9 @@ class Stream:
 
 @pytest.fixture(autouse=True)
 def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = SimpleNamespace(CUDARuntimeError=CudaError)
-    cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(CUDADriverError=type("Other", (Exception,), {})))
+    runtime, other = SimpleNamespace(CUDARuntimeError=CudaError), type("Other", (Exception,), {})
+    faults = {"driver": SimpleNamespace(CUDADriverError=other), "memory": SimpleNamespace(OutOfMemoryError=other)}
+    cuda = SimpleNamespace(runtime=runtime, **faults)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setitem(sys.modules, "cupy.cuda.runtime", runtime)

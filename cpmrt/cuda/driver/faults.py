@@ -17,11 +17,11 @@ LOST_CONTEXT = frozenset((700, 702, 710, *range(714, 720), 999))
 @contextmanager
 def device_faults() -> Iterator[None]:
     """Turn the errors of CuPy's calls into MemoryPlanError where the GPU has no memory left, else into DeviceError."""
-    import cupy
+    from cupy import cuda
 
     try:
         yield
-    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+    except (cuda.runtime.CUDARuntimeError, cuda.driver.CUDADriverError, cuda.memory.OutOfMemoryError) as error:
         raise device_fault(error) from error
 
 
