@@ -19,7 +19,7 @@ from cpmrt.cuda.ops.linear_packed.layout import PackedWeight
 from cpmrt.cuda.ops.products import Products
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.memory.caches import PAGE_SIZE, pages_for
-from cpmrt.ops import Handoff, KVPages, QkvWeights, RowKind, Rows
+from cpmrt.ops import NOTHING, Handoff, KVPages, QkvWeights, RowKind, Rows
 from cpmrt.tensor_spec import Product
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -159,8 +159,7 @@ class OneRow:
         """
         step = Step(self, position, slot, pdl=pdl)
         for _ in range(launches):
-            step.project(joined=joined)
-            step.run_mlp()
+            step.run_mlp(step.project(joined=joined))
         step.project(joined=joined)
         return [bits(self.cuda.numpy(step.x)), *step.words()[1:]]
 
@@ -189,19 +188,19 @@ class Step:
         self.attention.decode_attention(self.out, self.q, kv, self.rows, row.shape.heads.head_dim**-0.5, after=left)
         return left
 
-    def project(self, *, joined: bool, output_scale: float = 0.21) -> None:
+    def project(self, *, joined: bool, output_scale: float = 0.21) -> Handoff:
         """Launch the ops qkv, decode_attention and project_residual."""
         row, kv = self.row, KVPages(self.k, self.v)
         weights, scale = QkvWeights(row.held["norm"], row.weight), row.shape.heads.head_dim**-0.5
         left = self.products.qkv(self.q, kv, self.x, weights, row.held["rope"], self.rows, EPS, is_attended=joined)
         left = self.attention.decode_attention(self.out, self.q, kv, self.rows, scale, after=left, is_projected=joined)
         assert isinstance(left.prepared, HeldRowAttention) == joined
-        self.products.project_residual(self.x, self.out, row.output, None, output_scale, left)
+        return self.products.project_residual(self.x, self.out, row.output, None, output_scale, left)
 
-    def run_mlp(self, scale: float = 0.19) -> None:
+    def run_mlp(self, after: Handoff = NOTHING, scale: float = 0.19) -> None:
         """Launch or hold the ops gate_up and project_residual of the mlp."""
         gate_up, down = self.row.mlp
-        left = self.products.gate_up(self.inner, self.x, self.row.held["norm"], gate_up, EPS)
+        left = self.products.gate_up(self.inner, self.x, self.row.held["norm"], gate_up, EPS, after)
         self.products.project_residual(self.x, self.inner, down, None, scale, left)
 
     def words(self) -> list[Any]:

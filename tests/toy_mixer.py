@@ -17,6 +17,7 @@ from cpmrt.config import ModelConfig
 from cpmrt.config.layers import LayerConfig, MixerConfig
 from cpmrt.memory.caches import CacheSpec
 from cpmrt.models.layers import OUTPUT, QKV, Names, Pass, Table, Weights
+from cpmrt.ops import Handoff
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
 
 
@@ -64,14 +65,14 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     return BoundDecaying(weights["decaying_norm"], weights["decaying_output"], caches["decaying"])
 
 
-def run(step: Pass, layer: LayerConfig, bound: BoundDecaying) -> None:
+def run(step: Pass, layer: LayerConfig, bound: BoundDecaying) -> Handoff:
     """Add residual_scale * project(state after each row) to x."""
     assert isinstance(layer.mixer, Decaying)
     rows = step.buffers["decayed"]
     step.ops.rms_norm(rows, step.x, bound.norm, step.eps)
     decay_rows(rows, bound.states, step.rows.slots, layer.mixer.decay)
     is_prefill = step.rows.is_prefill
-    step.ops.project_residual(step.x, rows, bound.output, None, step.residual_scale, is_prefill=is_prefill)
+    return step.ops.project_residual(step.x, rows, bound.output, None, step.residual_scale, is_prefill=is_prefill)
 
 
 def decay_rows(rows: Any, states: Any, slots: Any, decay: float) -> None:

@@ -145,8 +145,8 @@ class BoundLayers:
             for place, tap in enumerate(taps):
                 if hidden is not None and tap == number:
                     ops.copy_columns(hidden, x, place * self.config.hidden_size)
-            mixer_of(layer.config.mixer).run(step, layer.config, layer.mixer)
-            mlp_of(layer.config.mlp).run(replace(step, ahead=layer.ahead), layer.mlp)
+            after = mixer_of(layer.config.mixer).run(step, layer.config, layer.mixer)
+            mlp_of(layer.config.mlp).run(replace(step, ahead=layer.ahead, after=after), layer.mlp)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from cpmrt.config import ModelConfig
 from cpmrt.config.layers import LayerConfig
 from cpmrt.dtypes import F32, Array
 from cpmrt.memory.caches import CacheSpec
-from cpmrt.ops import Ops, Rows
+from cpmrt.ops import NOTHING, Handoff, Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, Product, Source, TensorSpec
 
 B = TypeVar("B")
@@ -102,6 +102,8 @@ class Pass:
     residual_scale: float
     ahead: Any = None
     """The weight that is read first after the layer; the layer's last op may fetch parts of it."""
+    after: Handoff = NOTHING
+    """What the layer's mixer has left for its mlp."""
 
 
 class Mixer(Protocol):
@@ -124,8 +126,8 @@ class Mixer(Protocol):
 
     def bind(self, layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Any: ...
 
-    def run(self, step: Pass, layer: LayerConfig, bound: Any) -> None:
-        """x += residual_scale * mixer(norm(x))."""
+    def run(self, step: Pass, layer: LayerConfig, bound: Any) -> Handoff:
+        """x += residual_scale * mixer(norm(x)). Returns the handoff of its last op, which the mlp gets."""
         ...
 
 

@@ -271,11 +271,13 @@ class Handoff:
 
     `prepared` is a value of the executor's own kind, such as the output rows once more in the order in which the next
     product reads them. `prefers_shared`: the kernel asked for all of a multiprocessor's shared memory, so a kernel that
-    runs beside it should do so too.
+    runs beside it should do so too. `comes_ahead`: the layer's attention started the kernel after it at once, so those
+    that follow in the layer can be on the device before it is their turn.
     """
 
     prepared: Any = None
     prefers_shared: bool = False
+    comes_ahead: bool = False
 
 
 NOTHING = Handoff()

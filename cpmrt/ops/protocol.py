@@ -155,16 +155,17 @@ class Ops(Protocol):
     def project_residual(
         self, x: Any, inner: Any, weight: Any, bias: Any | None, scale: float, after: Handoff = NOTHING,
         *, ahead: Any = None, is_prefill: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> Handoff:  # fmt: skip
         """x += scale * (inner weight^T + bias), in place (o_proj, down_proj, a draft's fc). `after`: the handoff of the
         op that made `inner`. `ahead`: the weight of the product behind this one, parts of which may be fetched."""
+        ...
 
     def gate_up(
-        self, out: Any, x: Any, norm: Any, weight: Any, eps: float, *, fatrelu: float | None = None,
-        is_prefill: bool = False,
+        self, out: Any, x: Any, norm: Any, weight: Any, eps: float, after: Handoff = NOTHING,
+        *, fatrelu: float | None = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
         """RMSNorm, fused gate and up projection, out = silu(gate) * up. With `fatrelu` out is gate * up where the gate
-        is above this threshold, else 0."""
+        is above this threshold, else 0. `after`: the handoff of the layer's mixer."""
         ...
 
     def route(self, routing: Routing, x: Any, norm: Any, router: Any, eps: float, rows: Rows) -> Handoff:

@@ -311,16 +311,17 @@ class NumpyOps:
     def project_residual(
         self, x: F32, inner: F32, weight: Matrix, bias: F32 | None, scale: float, after: Handoff = NOTHING,
         *, ahead: Matrix | None = None, is_prefill: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> Handoff:  # fmt: skip
         check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         added = linear(inner, weight, is_prefill=is_prefill)
         if bias is not None:
             added += bias
         x[:] = round_to(x + np.float32(scale) * added, self.dtype)
+        return NOTHING
 
     def gate_up(
-        self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float, *, fatrelu: float | None = None,
-        is_prefill: bool = False,
+        self, out: F32, x: F32, norm: F32, weight: Matrix, eps: float, after: Handoff = NOTHING,
+        *, fatrelu: float | None = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
         check_shapes("gate_up", out=out, x=x, norm=norm, weight=weight)
         both = linear(self._normalised(x, norm, eps), weight, is_prefill=is_prefill)

@@ -23,8 +23,10 @@ from cpmrt.executor import Admit, Decode, Keep, Prefill, Release
 from cpmrt.models.decoder import tensor_specs
 from cpmrt.models.draft import Draft
 from cpmrt.models.mixers import MIXERS
-from cpmrt.models.mlps import MLPS
+from cpmrt.models.mlps import MLPS, mlp_of
 from cpmrt.models.planning import plan_model
+from cpmrt.ops import Handoff
+from cpmrt.reference.ops import NumpyOps
 
 HIDDEN, CONTEXT, DECAY = 64, 256, 0.75
 LLAMA_CONFIG = ModelConfig.from_hf(LLAMA)
@@ -120,6 +122,25 @@ def test_prompts_in_chunks(config, chunk):
     executor = make_executor(config, prefill_chunk=chunk, max_context=CONTEXT)
     for text in TEXTS:  # every text in the same slot
         near(np.concatenate(list(executor.prompt_logits(0, text))), oracle(config, text))
+
+
+def test_each_mlp_gets_what_the_mixer_before_it_leaves(config, monkeypatch):
+    """The handoff of a mixer's last op reaches its own mlp, and no other layer's."""
+    left, given = [], []
+
+    class Telling(NumpyOps):
+        def project_residual(self, *operands, **options):
+            super().project_residual(*operands, **options)
+            left.append(Handoff(f"product {len(left)}"))
+            return left[-1]
+
+    for mlp in (toy_mlp, mlp_of(GATED)):
+        run = mlp.run
+        monkeypatch.setattr(mlp, "run", lambda step, bound, run=run: (given.append(step.after), run(step, bound)))
+    executor = make_executor(config, max_context=CONTEXT)
+    executor.ops = Telling(executor.ops.dtype)
+    next(executor.prompt_logits(0, TEXTS[2]))
+    assert given == left[::2] and len(left) == 2 * len(config.layers)
 
 
 def test_slots_together_and_again(config):

@@ -176,8 +176,8 @@ def launch_linear(
 ) -> None:  # fmt: skip
     """Launch the product with a weight [N, K] in 16 bits.
 
-    `prefers_shared`: as in `PackedProducts`. With `comes_ahead` the layer's attention of one row has started its next
-    kernel at once, and so does this product: then all kernels of a layer come a layer ahead, if they find room.
+    `prefers_shared`: as in `PackedProducts`. With `comes_ahead` (`Handoff`) the attention of one row has started its
+    next kernel at once, and so does this product: then all kernels of a layer come a layer ahead, if they find room.
     """
     x, has_norm = product.x, product.norm is not None
     plan = plan_linear(

@@ -7,7 +7,7 @@ few, take a dense product and a small kernel after it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -81,7 +81,6 @@ class Products:
         attention: DecodePlan | None = None, *, prefers_shared: bool = False,
     ):  # fmt: skip
         self._attention = attention
-        self._comes_ahead = False  # whether what follows is behind an attention that starts the next kernel at once
         self._device, self._launch, self._gemm, self._prefers_shared = device, launcher, gemm, prefers_shared
         self._normed: DeviceArray = arrays["normed"]
         self._qkv: DeviceArray | None = arrays.get("qkv")
@@ -112,7 +111,6 @@ class Products:
         if is_attended and self._attention is not None and q_nope is None and not rows.is_prefill:
             held = hold_qkv(self._attention, self._device, kv, x, weights, rope, rows, eps)
             if held is not None:
-                self._comes_ahead = held.starts_next
                 return Handoff(held)
         rest, head_dim = _qkv_rest(q, kv, rope, rows, eps), kv.k.shape[3]
 
@@ -184,28 +182,29 @@ class Products:
         *,
         ahead: Weight | None = None,
         is_prefill: bool = False,
-    ) -> None:
+    ) -> Handoff:
         """Launch the op `project_residual`."""
         check_shapes("project_residual", x=x, inner=inner, weight=weight, bias=bias)
         num_rows, factor = np.int32(len(x)), np.float32(scale)
         if isinstance(after.prepared, HeldRowAttention):
-            held, after = after.prepared, NOTHING
+            held = after.prepared
             if held.launch_with_output(self._launch, self._device, x, weight, bias, scale, self._packed.held_ffn):
-                return
-            held.launch(self._launch)
+                return NOTHING
+            after = held.launch(self._launch)
         if not is_prefill:
             rest = ResidualRest(num_rows, np.int32(x.shape[1]), factor)
-            self._step(StepProduct("residual", (x,), inner, None, 0.0, rest, bias), weight, after, ahead)
-        elif bias is None:
+            return self._step(StepProduct("residual", (x,), inner, None, 0.0, rest, bias), weight, after, ahead)
+        if bias is None:
             self._dense(x, inner, weight, alpha=scale, beta=1.0)
         else:
             y = self._normed[: len(x)]
             self._dense(y, inner, weight)
             grid = -(-x.size // VECTOR // BLOCK)
             self._launch(RESIDUAL_ADD, RowConstants(x.shape[1]), grid, BLOCK, x, y, bias, num_rows, factor)
+        return NOTHING
 
     def gate_up(
-        self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float,
+        self, out: DeviceArray, x: DeviceArray, norm: DeviceArray, weight: Weight, eps: float, after: Handoff = NOTHING,
         *, fatrelu: float | None = None, is_prefill: bool = False,
     ) -> Handoff:  # fmt: skip
         """Launch the op `gate_up`."""
@@ -213,7 +212,7 @@ class Products:
         num_rows, width = np.int32(len(x)), out.shape[1]
         if not is_prefill:
             rest = num_rows, np.int32(width), np.float32(eps)
-            return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu), weight)
+            return self._step(StepProduct("gate_up", (out,), x, norm, eps, rest, fatrelu=fatrelu), weight, after)
         assert self._gate_up is not None, "planned without a gated mlp"
         both, normed = self._gate_up[: len(x)], self._normalised(x, norm, eps)
         if isinstance(weight, PackedWeight) and self._packed.gated_chunk(out, normed, weight, fatrelu):
@@ -234,15 +233,13 @@ class Products:
     def _step(
         self, product: StepProduct, weight: Weight, after: Handoff = NOTHING, ahead: Weight | None = None
     ) -> Handoff:
-        if product.kind == "qkv":  # a mixer that begins with a launch of its own
-            self._comes_ahead = False
         if isinstance(weight, PackedWeight):
-            return self._packed.step(product, weight, after, ahead)
+            return replace(self._packed.step(product, weight, after, ahead), comes_ahead=after.comes_ahead)
         launch_linear(
             self._launch, product, weight, self._device, prefers_shared=self._prefers_shared,
-            comes_ahead=self._comes_ahead and product.kind != "head",
+            comes_ahead=after.comes_ahead,
         )  # fmt: skip
-        return Handoff(None, self._prefers_shared)
+        return Handoff(None, self._prefers_shared, after.comes_ahead)
 
     def _dense(
         self, y: DeviceArray, x: DeviceArray, weight: Weight, *, alpha: float = 1.0, beta: float = 0.0

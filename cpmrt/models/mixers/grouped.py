@@ -18,7 +18,7 @@ from cpmrt.config.layers import GroupedAttention, LayerConfig
 from cpmrt.memory.caches import PAGE_SIZE, CacheSpec
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD, OUTPUT, QKV, Names, Pass, Table, Weights
 from cpmrt.models.rope import rope_pieces
-from cpmrt.ops import NOTHING, CompressedKeys, Fp8Pages, KVPages, QkvWeights, Selection
+from cpmrt.ops import NOTHING, CompressedKeys, Fp8Pages, Handoff, KVPages, QkvWeights, Selection
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 _COMPRESSED = "compressed keys"
@@ -138,7 +138,7 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     return BoundAttention(qkv, weights["output_gate"], output, bias, kv_pages(caches), weights["gate_up"])
 
 
-def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
+def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> Handoff:
     """x += residual_scale * (attention(qkv(norm(x))) output^T + bias); an output gate scales attention before output^T.
     """
     ops, mixer, pages, scratch = step.ops, _attention(layer), bound.pages, step.buffers.of(GroupedBuffers)
@@ -164,7 +164,7 @@ def run(step: Pass, layer: LayerConfig, bound: BoundAttention) -> None:
         )  # fmt: skip
     if mixer.output_gate:
         ops.gate_rows(out, None, scratch.gate, step.eps)
-    ops.project_residual(
+    return ops.project_residual(
         step.x, out, bound.output, bound.output_bias, step.residual_scale, after, ahead=bound.gate_up,
         is_prefill=rows.is_prefill,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from cpmrt.errors import ConfigError
 from cpmrt.memory.caches import PAGE_SIZE, CacheSpec
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD, OUTPUT, QKV, Names, Pass, Table, Weights
 from cpmrt.models.rope import rope_pieces
-from cpmrt.ops import LatentWeights
+from cpmrt.ops import Handoff, LatentWeights
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 
@@ -100,7 +100,7 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     )  # fmt: skip
 
 
-def run(step: Pass, layer: LayerConfig, bound: BoundLatent) -> None:
+def run(step: Pass, layer: LayerConfig, bound: BoundLatent) -> Handoff:
     """x += residual_scale * attention(latents of norm(x)) output^T."""
     ops, mixer, rows, scratch = step.ops, _attention(layer), step.rows, step.buffers.of(LatentBuffers)
     is_prefill, pages, weights = rows.is_prefill, bound.pages, bound.latent
@@ -115,7 +115,7 @@ def run(step: Pass, layer: LayerConfig, bound: BoundLatent) -> None:
             scratch.attention, scratch.q, scratch.latents, pages, weights, scratch.rope, rows, scale, eps,
             bound.upcoming, bound.q_up,
         )  # fmt: skip
-    ops.project_residual(
+    return ops.project_residual(
         step.x, scratch.attention, bound.output, None, step.residual_scale, is_prefill=is_prefill
     )  # fmt: skip
 

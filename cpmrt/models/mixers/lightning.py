@@ -18,7 +18,7 @@ from cpmrt.dtypes import Array
 from cpmrt.memory.caches import CacheSpec
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD, OUTPUT, QKV, Names, Pass, Table, Weights
 from cpmrt.models.rope import rope_pieces
-from cpmrt.ops import LightningHeads, LightningState
+from cpmrt.ops import Handoff, LightningHeads, LightningState
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 _PART = "states"
@@ -116,7 +116,7 @@ def bind(layer: LayerConfig, weights: Weights, caches: Mapping[str, Any]) -> Bou
     )
 
 
-def run(step: Pass, layer: LayerConfig, bound: BoundLightning) -> None:
+def run(step: Pass, layer: LayerConfig, bound: BoundLightning) -> Handoff:
     """x += residual_scale * (norm(attention(qkv(norm(x)))) * sigmoid(gate(norm(x)))) output^T."""
     ops, rows, mixer, scratch = step.ops, step.rows, _lightning(layer), step.buffers.of(LightningBuffers)
     qkv, gate, out, is_prefill = scratch.lightning_qkv, scratch.lightning_gate, scratch.lightning_out, rows.is_prefill
@@ -127,7 +127,7 @@ def run(step: Pass, layer: LayerConfig, bound: BoundLightning) -> None:
     attend(out, qkv, bound.heads(scratch), bound.state, rows, step.eps)
     if mixer.output_norm or mixer.output_gate:
         ops.gate_rows(out, bound.output_norm, gate if mixer.output_gate else None, step.eps)
-    ops.project_residual(step.x, out, bound.output, None, step.residual_scale, is_prefill=is_prefill)
+    return ops.project_residual(step.x, out, bound.output, None, step.residual_scale, is_prefill=is_prefill)
 
 
 def _lightning(layer: LayerConfig) -> LightningAttention:

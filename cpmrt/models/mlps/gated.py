@@ -48,6 +48,6 @@ def run(step: Pass, bound: GatedWeights) -> None:
     """x += residual_scale * down(activation(gate(norm(x))) * up(norm(x)))."""
     inner, is_prefill = step.buffers["inner"], step.rows.is_prefill
     after = step.ops.gate_up(
-        inner, step.x, bound.norm, bound.gate_up, step.eps, fatrelu=bound.fatrelu, is_prefill=is_prefill
+        inner, step.x, bound.norm, bound.gate_up, step.eps, step.after, fatrelu=bound.fatrelu, is_prefill=is_prefill
     )
     step.ops.project_residual(step.x, inner, bound.down, None, step.residual_scale, after, is_prefill=is_prefill)

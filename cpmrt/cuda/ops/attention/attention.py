@@ -131,10 +131,7 @@ class AttentionOps:
         if isinstance(after.prepared, HeldQkv):
             assert window == 0 and selection is None, "held for a row that sees everything"
             both = HeldRowAttention(after.prepared, self._scratch, Operands(out, q, kv, rows, scale))
-            if is_projected:
-                return Handoff(both)
-            both.launch(self._launch)
-            return NOTHING
+            return Handoff(both) if is_projected else both.launch(self._launch)
         is_tree, is_selected, length = rows.tree_masks is not None, selection is not None, rows.kind.length
         one = step_launch(
             self._plan.decode, len(q), is_tree=is_tree, window=window, is_selected=is_selected, length=length

@@ -20,7 +20,7 @@ from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn
 from cpmrt.cuda.ops.linear_packed.layout import TILE_ROWS, PackedLayout, PackedWeight, Weight, data_of, whole_lines
 from cpmrt.cuda.ops.linear_packed.pairs import has_pairs
 from cpmrt.cuda.ops.linear_packed.plan import plan_kv_heads
-from cpmrt.ops import Fp8Pages, KVPages, QkvWeights, Rows
+from cpmrt.ops import Fp8Pages, Handoff, KVPages, QkvWeights, Rows
 
 _CAPABILITY, _BITS, _MOST_HEADS, _THREADS = 90, 4, 8, 256
 _HEAD_DIM = 64
@@ -233,10 +233,11 @@ class HeldRowAttention:
     scratch: AttentionScratch
     given: Operands
 
-    def launch(self, launch: Launcher) -> None:
-        """Launch both together, without the output projection."""
+    def launch(self, launch: Launcher) -> Handoff:
+        """Launch both together, without the output projection; return the handoff for that."""
         plan = self.qkv.plan
         self._launch(launch, plan, plan.shared_bytes, *(_NO_OUTPUT if plan.kernel is QKV_ATTENTION else ()))
+        return Handoff(comes_ahead=self.qkv.starts_next)
 
     def launch_with_output(
         self, launch: Launcher, device: Device, x: DeviceArray, weight: Weight, bias: DeviceArray | None, scale: float,
