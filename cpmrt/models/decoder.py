@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from cpmrt.config import ModelConfig
-from cpmrt.config.layers import LayerConfig
+from cpmrt.config.layers import LayerConfig, MixerConfig
 from cpmrt.memory.caches import CacheLayout
 from cpmrt.models.layers import EMBED, HEAD, Names, Pass, StepBuffers, Table, Weights
-from cpmrt.models.mixers import mixer_of
+from cpmrt.models.mixers import RESTORING, mixer_of
 from cpmrt.models.mlps import mlp_of
 from cpmrt.ops import Ops, Rows
 from cpmrt.tensor_spec import BufferSpec, TensorSpec
@@ -104,6 +104,8 @@ class BoundLayers:
     row_names: frozenset[str]
     """Buffers that have a row for each row of a pass."""
     prefix: str = ""
+    restoring: tuple[type[MixerConfig], ...] = ()
+    """The kinds of mixers whose states take up accepted rows."""
 
     @classmethod
     def bind(cls, config: ModelConfig, arrays: Arrays, caches: CacheLayout, joined: Sequence[str] = ()) -> BoundLayers:
@@ -116,7 +118,12 @@ class BoundLayers:
             ahead = Weights(arrays, f"{caches.prefix}layers.{number + 1}.")["qkv"]
             layers.append(BoundLayer(layer, mixer, mlp_of(layer.mlp).bind(layer.mlp, weights), ahead))
         row_names = frozenset(spec.name for spec in layer_buffers(config, 1)) | set(joined)
-        return cls(config, tuple(layers), row_names, caches.prefix)
+        restoring = (
+            type(layer.mixer)
+            for layer, specs in zip(config.layers, caches.layers, strict=True)
+            if any(spec.on_accept == "restore" for spec in specs)
+        )
+        return cls(config, tuple(layers), row_names, caches.prefix, tuple(dict.fromkeys(restoring)))
 
     def of_each_kind(self) -> BoundLayers:
         """Return the first layer of each kind: layers that differ only in the contents of their arrays launch the same
@@ -147,6 +154,11 @@ class BoundLayers:
                     ops.copy_columns(hidden, x, place * self.config.hidden_size)
             after = mixer_of(layer.config.mixer).run(step, layer.config, layer.mixer)
             mlp_of(layer.config.mlp).run(replace(step, ahead=layer.ahead, after=after), layer.mlp)
+
+    def restore(self, ops: Ops, arrays: Arrays, accepted: Any) -> None:
+        """Take the accepted rows of a chain into the recurrent states of all layers (`RestoringMixer.restore`)."""
+        for kind in self.restoring:
+            RESTORING[kind]().restore(ops, arrays, accepted)
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,17 @@ class Mixer(Protocol):
         ...
 
 
+class RestoringMixer(Mixer, Protocol):
+    """A module of `models/mixers` that has caches of `on_accept` "restore"."""
+
+    def restore(self, ops: Ops, arrays: Mapping[str, Any], accepted: Any) -> None:
+        """Take the accepted rows of a chain of drafts into the states of all layers of this kind.
+
+        `arrays` has caches and tables by name; `accepted`: as in `Ops.lightning_accept`.
+        """
+        ...
+
+
 class Mlp(Protocol):
     """A module of `models/mlps`."""
 

@@ -68,8 +68,7 @@ class Ops(Protocol):
         S the state of the row's slot, in float32,
             S = decay S + k^T v;    out = D^-0.5 q S, rounded.
         `qkv` [T, 3HD] is the projection. The rows of a tree are a chain in one slot: each takes up the state behind the
-        row before it, none is stored, and their keys and values go to `state.chain`. When rows are accepted, the state
-        takes these up as plain decoding would have, to the bit."""
+        row before it, none is stored, and their keys and values go to `state.chain` for `lightning_accept`."""
 
     def lightning_prefill(
         self, out: Any, qkv: Any, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
@@ -80,6 +79,11 @@ class Ops(Protocol):
             out_i = D^-0.5 (decay^(i+1) q_i S + sum over j <= i of decay^(i-j) (q_i k_j) v_j),
         and after it S = decay^n S + sum over j of decay^(n-1-j) k_j^T v_j. A prompt's bits do not depend on where it
         was cut, since it is cut between blocks. `qkv` is overwritten."""
+
+    def lightning_accept(self, state: LightningState, decay: Any, accepted: Any) -> None:
+        """Take the accepted rows of a chain into the states of its slot, as plain decoding would have, to the bit.
+        `state` has the arrays of all layers together, with a dimension for the layers before the others. `accepted`
+        says in the executor's own words which slot and how many rows."""
 
     def gate_rows(self, out: Any, norm: Any | None, gate: Any | None, eps: float) -> None:
         """out = norm(out) * sigmoid(gate), in place, rounded once; `norm` or `gate` None: without that part."""

@@ -2,9 +2,9 @@
 
 Shape letters: T rows of the step, R rows that need logits, C hidden, F intermediate, H query heads, K KV heads,
 D head dim, V vocabulary, P pages, S tokens of a page (64), M positions of the rotary table, B slots,
-N pages of a slot's block table, W blocks that a row chooses (sparse attention), A and E widths of other rows, I columns
-and O rows of a product's weight, X columns of its input, of which it may read only the first I. "HD" is H times D, "AE"
-A plus E, "AF" A times F. In a mixture of experts A are the experts of a row, E all experts. In latent
+L layers, N pages of a slot's block table, W blocks that a row chooses (sparse attention), A and E widths of other rows,
+I columns and O rows of a product's weight, X columns of its input, of which it may read only the first I. "HD" is H
+times D, "AE" A plus E, "AF" A times F. In a mixture of experts A are the experts of a row, E all experts. In latent
 attention A and C are the elements of the two latents, R the rotated elements of a key, N the other elements of a head's
 key, and U the elements of a head's value.
 
@@ -89,6 +89,7 @@ OPS = {
     ),
     "lightning_decode": OpSpec(_LIGHTNING),
     "lightning_prefill": OpSpec(_LIGHTNING),
+    "lightning_accept": OpSpec({"states": "L B H D D", "chain": "L J 2HD", "decay": "H 65"}),
     "gate_rows": OpSpec({"out": "T I", "norm": "I", "gate": "T I"}),
     "select_blocks": OpSpec(
         {

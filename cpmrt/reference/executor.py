@@ -41,7 +41,6 @@ from cpmrt.reference.blas_threads import BlasThreads
 from cpmrt.reference.draft_tree import Nodes
 from cpmrt.reference.drafting import Drafter, Target, bound_model, keep_path
 from cpmrt.reference.inner_draft import ChainDrafter
-from cpmrt.reference.lightning import accept_chain
 from cpmrt.reference.ops import NumpyOps
 from cpmrt.reference.quantized import Matrix, quantized_arrays
 from cpmrt.reference.running import Running
@@ -317,10 +316,9 @@ class ReferenceExecutor:
         made = ("recompute", "encode")
         pages = (layer.mixer.pages for caches, layer in layers if any(spec.on_accept in made for spec in caches))
         keep_path(self._layout.moved(self._arrays), pages, self.block_tables[slot], base, path, self.ops.dtype)
-        if "lightning_chain" in self._arrays:
+        if self._model.layers.restoring:
             assert list(path) == list(range(len(path))), "a recurrent state follows chains alone"
-            states, chain, decay = (self._arrays[f"lightning_{name}"] for name in ("states", "chain", "decay"))
-            accept_chain(states[:, slot], chain[:, : len(path)], decay)
+            self._model.layers.restore(self.ops, self._arrays, (slot, len(path)))
 
     def _sample(self, slot: int, logits: F32, bits: bytes | None) -> SlotResult:
         """Sample the sequence's next token among those of `bits` (`executor.Mask`)."""

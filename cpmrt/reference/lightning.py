@@ -32,13 +32,12 @@ def decode(
         state.chain[: len(k)] = np.concatenate([k, v], axis=1).reshape(len(k), -1)
 
 
-def accept_chain(states: F32, chain: F32, decay: F32) -> None:
-    """Take accepted rows into the states of one slot [layers, H, D, D], as plain decoding would have, to the bit.
-
-    `chain` [layers, accepted rows, 2HD] has the keys and values that `decode` kept of them.
-    """
-    for layer, rows in zip(states, chain, strict=True):
-        for row in rows:
+def accept_chain(state: LightningState, decay: F32, slot: int, count: int) -> None:
+    """Take the first `count` rows of a chain into the states of one slot, in all layers, as plain decoding would have,
+    to the bit. The chain has the keys and values that `decode` kept of the rows."""
+    assert state.chain is not None, "planned without drafts"
+    for layer, rows in zip(state.states[:, slot], state.chain, strict=True):
+        for row in rows[:count]:
             k, v = row.reshape(2, *layer.shape[:2])
             layer[:] = _taken_up(layer, k, v, decay)
 

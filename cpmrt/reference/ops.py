@@ -289,6 +289,11 @@ class NumpyOps:
         parts = self._lightning_heads("lightning_prefill", out, qkv, heads, state, rows, eps)
         lightning.prefill(out, parts, heads.decay, state, rows, self.dtype)
 
+    def lightning_accept(self, state: LightningState, decay: F32, accepted: tuple[int, int]) -> None:
+        """`accepted`: the slot, and the number of rows."""
+        check_shapes("lightning_accept", states=state.states, chain=state.chain, decay=decay)
+        lightning.accept_chain(state, decay, *accepted)
+
     def _lightning_heads(
         self, op: str, out: F32, qkv: F32, heads: LightningHeads, state: LightningState, rows: Rows, eps: float
     ) -> tuple[F32, F32, F32]:

@@ -12,7 +12,6 @@ from reference.operands import EPS, Data, Poisoned, check, make_rows, rope_of
 from cpmrt.config.layers import LIGHTNING_BLOCK, LightningAttention
 from cpmrt.dtypes import DType
 from cpmrt.ops import LightningHeads, LightningState, Rows
-from cpmrt.reference.lightning import accept_chain
 from cpmrt.reference.ops import NumpyOps
 
 DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.label)
@@ -137,7 +136,8 @@ def test_a_chain_has_the_bits_of_plain_decoding(accepted):
     np.testing.assert_array_equal(found[:count], case.decode(case.states.copy(), 0, count))
     if accepted:
         case.decode(plain, 0, accepted)
-    accept_chain(verified[None, 1], chain[None, :accepted], case.heads.decay)
+    state = LightningState(verified[None], chain[None])
+    NumpyOps(DType.BFLOAT16).lightning_accept(state, case.heads.decay, (1, accepted))
     np.testing.assert_array_equal(verified, plain)
 
 

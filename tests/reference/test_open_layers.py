@@ -20,9 +20,9 @@ from cpmrt.engine import Engine, Request
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import ConfigError, UnsupportedModelError
 from cpmrt.executor import Admit, Decode, Keep, Prefill, Release
-from cpmrt.models.decoder import tensor_specs
+from cpmrt.models.decoder import BoundLayers, cache_layout, tensor_specs
 from cpmrt.models.draft import Draft
-from cpmrt.models.mixers import MIXERS
+from cpmrt.models.mixers import MIXERS, RESTORING
 from cpmrt.models.mlps import MLPS, mlp_of
 from cpmrt.models.planning import plan_model
 from cpmrt.ops import Handoff
@@ -170,6 +170,26 @@ def test_what_cannot_be_is_refused():
         plan_model(config, EngineConfig(), itemsize=4, max_context=CONTEXT, draft=draft)
     with pytest.raises(UnsupportedModelError, match="layers together: .* got Decaying, GroupedAttention"):
         check_supported(config)
+
+
+def test_states_take_up_accepted_rows_in_all_layers_of_a_kind_at_once(monkeypatch):
+    """A kind of mixer that says how its states follow a chain needs no executor to know it by name."""
+    caches, asked = toy_mixer.caches, []
+
+    def follows(mixer, kv_dtype):
+        return tuple(replace(spec, on_accept="restore") for spec in caches(mixer, kv_dtype))
+
+    monkeypatch.setattr(toy_mixer, "caches", follows)
+    monkeypatch.setattr(toy_mixer, "restore", lambda *given: asked.append(given), raising=False)
+    config = replace(LLAMA_CONFIG, layers=MIXED)
+    layout = cache_layout(config, CONTEXT, 1)
+    arrays = {spec.name: np.zeros(shape, np.float32) for spec, shape in layout.arrays()}
+    layers = BoundLayers.bind(config, arrays, layout)
+    with pytest.raises(KeyError, match="Decaying"):
+        layers.restore(None, arrays, "a path")
+    monkeypatch.setitem(RESTORING, toy_mixer.Decaying, lambda: toy_mixer)
+    layers.restore("ops", arrays, "a path")
+    assert asked == [("ops", arrays, "a path")]
 
 
 CHATS = [TEXTS[0][:140], TEXTS[0][:100], TEXTS[0], (*TEXTS[0][:130], 5, 6), TEXTS[0][:140], TEXTS[1], (*TEXTS[0], 9)]

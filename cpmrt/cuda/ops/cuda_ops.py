@@ -60,6 +60,7 @@ class CudaOps:
         states = _lightning_ops(launcher, scratch["chunk"]) if "lightning_states" in scratch else None
         self.lightning_decode = states.decode if states else _unplanned
         self.lightning_prefill = states.prefill if states else _unplanned
+        self.lightning_accept = states.accept if states else _unplanned
         experts = _expert_ops(device, launcher, scratch) if "expert_starts" in scratch else None
         self.route = experts.route if experts else _unplanned
         self.experts_gate_up = experts.experts_gate_up if experts else _unplanned

@@ -34,7 +34,7 @@ class StepConstants(LightningConstants):
 LIGHTNING_DECODE = KernelSpec(
     "lightning_decode", "mixers/lightning_decode.cu", "lightning_decode", StepConstants, hot=True
 )
-LIGHTNING_ACCEPT = replace(LIGHTNING_DECODE, name="lightning_accept", op="", reason="an accepted chain")
+LIGHTNING_ACCEPT = replace(LIGHTNING_DECODE, name="lightning_accept", op="lightning_accept")
 LIGHTNING_HEADS = KernelSpec(
     "lightning_heads", "mixers/lightning_prefill.cu", "lightning_prefill", LightningConstants, hot=True
 )
@@ -42,7 +42,7 @@ LIGHTNING_PREFILL = replace(LIGHTNING_HEADS, name="lightning_prefill")
 
 
 class LightningOps:
-    """The ops `lightning_decode` and `lightning_prefill` of `ops.protocol.Ops`.
+    """The ops `lightning_decode`, `lightning_prefill` and `lightning_accept` of `ops.protocol.Ops`.
 
     `chunk`: slot, start and count of a prefill chunk.
     """
@@ -83,6 +83,17 @@ class LightningOps:
             out, state.states, qkv, heads.decay, self._chunk, np.int32(num_heads), smem=2 * words + 4 * (block + 1),
         )  # fmt: skip
 
+    def accept(self, state: LightningState, decay: DeviceArray, accepted: DeviceArray) -> None:
+        """Launch the op `lightning_accept`. `accepted`: the draft tree, a chain, with its slot and its path."""
+        states, chain = state.states, state.chain
+        assert chain is not None, "planned without drafts"
+        check_shapes("lightning_accept", states=states, chain=chain, decay=decay)
+        num_layers, num_slots, num_heads, head_dim, _ = states.shape
+        self._launch(
+            LIGHTNING_ACCEPT, StepConstants(head_dim, chain=True), (head_dim // _STEP_COLUMNS, num_heads, num_layers),
+            _THREADS, states, chain, decay, accepted, *map(np.int32, (num_slots, num_heads, chain.shape[1])),
+        )  # fmt: skip
+
 
 def _checked(
     op: str, out: DeviceArray, qkv: DeviceArray, heads: LightningHeads, state: LightningState, rows: Rows
@@ -93,14 +104,3 @@ def _checked(
         rope=heads.rope, decay=heads.decay, positions=rows.positions, slots=rows.slots,
     )  # fmt: skip
     return sizes["H"], sizes["D"], sizes.get("M", 0)
-
-
-def accept_chain(
-    launch: Launcher, states: DeviceArray, chain: DeviceArray, decay: DeviceArray, tree: DeviceArray
-) -> None:
-    """Take the accepted rows of the draft `tree`, a chain, into the states of its slot, in all layers."""
-    num_layers, num_slots, num_heads, head_dim, _ = states.shape
-    launch(
-        LIGHTNING_ACCEPT, StepConstants(head_dim, chain=True), (head_dim // _STEP_COLUMNS, num_heads, num_layers),
-        _THREADS, states, chain, decay, tree, *map(np.int32, (num_slots, num_heads, chain.shape[1])),
-    )  # fmt: skip

@@ -148,11 +148,7 @@ class StepForward:
             accept_nodes(self._launch, pages, *tree, num_trees, tree_nodes)
             if pages.compressed is not None:
                 compress_path(self._launch, pages, *tree, num_trees)
-        if "lightning_chain" in a:
-            from cpmrt.cuda.ops.lightning import accept_chain  # few models have lightning attention
-
-            states, chain, decay = (a[f"lightning_{name}"] for name in ("states", "chain", "decay"))
-            accept_chain(self._launch, states, chain, decay, a["draft_tree"])
+        self._model.layers.restore(self.ops, a, a["draft_tree"])
 
     def _layers(
         self, num_rows: int, *places: DeviceArray, first_state: int = 0, is_prefill: bool = False,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from cpmrt.config.layers import GroupedAttention, LatentAttention, LightningAttention, MixerConfig
-from cpmrt.models.layers import Mixer
+from cpmrt.models.layers import Mixer, RestoringMixer
 
 
 def _grouped() -> Mixer:
@@ -18,7 +18,7 @@ def _latent() -> Mixer:
     return latent
 
 
-def _lightning() -> Mixer:
+def _lightning() -> RestoringMixer:
     from cpmrt.models.mixers import lightning
 
     return lightning
@@ -29,6 +29,8 @@ MIXERS: dict[type[MixerConfig], Callable[[], Mixer]] = {
     LatentAttention: _latent,
     LightningAttention: _lightning,
 }
+RESTORING: dict[type[MixerConfig], Callable[[], RestoringMixer]] = {LightningAttention: _lightning}
+"""The kinds that have caches of `on_accept` "restore"."""
 
 
 def mixer_of(config: MixerConfig) -> Mixer:

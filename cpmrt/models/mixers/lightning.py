@@ -18,7 +18,7 @@ from cpmrt.dtypes import Array
 from cpmrt.memory.caches import CacheSpec
 from cpmrt.models.layers import ATTENTION, EMBED, HEAD, OUTPUT, QKV, Names, Pass, Table, Weights
 from cpmrt.models.rope import rope_pieces
-from cpmrt.ops import Handoff, LightningHeads, LightningState
+from cpmrt.ops import Handoff, LightningHeads, LightningState, Ops
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, BufferSpec, TensorSpec
 
 _PART = "states"
@@ -128,6 +128,12 @@ def run(step: Pass, layer: LayerConfig, bound: BoundLightning) -> Handoff:
     if mixer.output_norm or mixer.output_gate:
         ops.gate_rows(out, bound.output_norm, gate if mixer.output_gate else None, step.eps)
     return ops.project_residual(step.x, out, bound.output, None, step.residual_scale, is_prefill=is_prefill)
+
+
+def restore(ops: Ops, arrays: Mapping[str, Any], accepted: Any) -> None:
+    """Take the accepted rows of a chain of drafts into the states of all layers."""
+    state = LightningState(arrays["lightning_states"], arrays["lightning_chain"])
+    ops.lightning_accept(state, arrays["lightning_decay"], accepted)
 
 
 def _lightning(layer: LayerConfig) -> LightningAttention:
