@@ -1,15 +1,17 @@
-"""Errors of a failed graph capture while other graphs run, without a device."""
+"""Captures of graphs without a device: errors of one that fails, and what must not happen during one."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from cpmrt.cuda.driver.blaslt import CublasLt
 from cpmrt.cuda.driver.graphs import Graphs, LoopGraph
 from cpmrt.cuda.step.launches import run_on_padding
 from cpmrt.errors import CpmrtError, DeviceError, MemoryPlanError
@@ -103,6 +105,45 @@ def test_after_a_failed_capture_nothing_is_captured(call: str) -> None:
         graphs.add("step", lambda: None)
     graphs.loop(lambda: done.append("body"), lambda handle: done.append("end"), 2)
     assert done == ["body", "end"] * 2
+
+
+def handle_of_another_model() -> tuple[CublasLt, Any]:
+    library: Any = MagicMock()
+    library.cublasLtCreate.return_value = 0
+    handle = CublasLt(0, 0, library)
+    handle._handle.value = 1
+    return handle, library.cublasLtDestroy
+
+
+def test_a_librarys_handle_is_given_back_between_captures() -> None:
+    """That waits for the whole device, which would spoil a capture: also one of another model in the process."""
+    (handle, destroyed), during = handle_of_another_model(), list[bool]()
+    closing = Thread(target=handle.close)
+
+    def launches() -> None:
+        closing.start()
+        closing.join(0.05)
+        during.append(destroyed.called)
+
+    Graphs(Stream(), enabled=True).add("step", launches)  # type: ignore[arg-type]
+    closing.join()
+    assert during == [False] and destroyed.called
+
+
+def test_nothing_is_captured_while_a_librarys_handle_is_given_back() -> None:
+    (handle, destroyed), begun = handle_of_another_model(), list[str]()
+    graphs = Graphs(Stream(), enabled=True)  # type: ignore[arg-type]
+    capturing = Thread(target=graphs.add, args=("step", lambda: begun.append("capture")))
+
+    def destroy(given: Any) -> None:
+        capturing.start()
+        capturing.join(0.05)
+        begun.append("destroyed")
+
+    destroyed.side_effect = destroy
+    handle.close()
+    capturing.join()
+    assert begun == ["destroyed", "capture"]
 
 
 class Driver:

@@ -63,7 +63,7 @@ def test_a_thread_creates_it(monkeypatch, threads, failing, expected):
 
 
 def test_it_happens_once_and_can_be_waited_for(monkeypatch, threads):
-    """A graph must not be captured while the thread gives the library back: that waits for the whole device."""
+    """The thread runs once a process, and a start can wait for its end before it captures graphs."""
     driver, may_end, ended = Driver(), threading.Event(), []
 
     def make_ready():

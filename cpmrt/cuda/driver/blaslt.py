@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from ctypes import c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, field, replace
 
+from cpmrt.cuda.driver.captures import CAPTURES
 from cpmrt.dtypes import DType
 from cpmrt.errors import CpmrtError
 
@@ -161,13 +162,14 @@ class CublasLt:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Destroy the plans and the handle. May be called again."""
+        """Destroy the plans and the handle, between captures. May be called again."""
         plans, self._plans = self._plans, {}
         for plan in plans.values():
             self._destroy(plan)
         handle, self._handle = self._handle, c_void_p()
         if handle:
-            self._library.cublasLtDestroy(handle)
+            with CAPTURES:
+                self._library.cublasLtDestroy(handle)
 
     def __enter__(self) -> CublasLt:
         return self

@@ -26,8 +26,7 @@ def begin_context() -> None:
 def await_setup() -> None:
     """Wait until that thread has ended.
 
-    To be called before a graph is captured: when cuBLASLt is ready, the thread gives it back, which waits for the whole
-    device and so spoils a capture that goes on meanwhile.
+    To be called before a graph is captured, so that nothing of cuBLASLt's setup falls into a capture.
     """
     for thread in _threads:
         thread.join()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cpmrt.cuda.driver.captures import CAPTURES
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.faults import checked, device_fault, device_faults
 from cpmrt.errors import ConfigError
@@ -55,7 +56,7 @@ class Graphs:
         self._sequences[key] = launches
         if not self._enabled:
             return
-        with device_faults(), self._stream:
+        with CAPTURES, device_faults(), self._stream:
             self._captured[key] = self._capture(launches)
 
     def _capture(self, launches: Callable[[], None]) -> list[Callable[[], None]]:
@@ -216,7 +217,7 @@ class LoopGraph:
         from cuda.bindings import driver
 
         self._stream, self._launch = stream, driver.cuGraphLaunch
-        with ExitStack() as on_failure:
+        with CAPTURES, ExitStack() as on_failure:
             self._graph = checked(driver.cuGraphCreate(0))
             on_failure.callback(driver.cuGraphDestroy, self._graph)
             self._capture(body)
