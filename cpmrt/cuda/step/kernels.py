@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -51,20 +52,46 @@ def step_modules(config: ModelConfig, device: Device) -> tuple[Module, Module, M
     return (ADMIT.file, steps), (SAMPLE.file, sampling), (SAMPLE_MASKED.file, sampling)
 
 
+@dataclass(frozen=True)
+class StepState:
+    """The buffers that the kernels of a step read and write, named as in the memory plan."""
+
+    block_tables: DeviceArray
+    chunk: DeviceArray
+    logits: DeviceArray
+    positions: DeviceArray
+    sampled_slots: DeviceArray
+    """The slot of each row of `certain_begin` that is sampled, -1 for all other rows."""
+    slot_states: DeviceArray
+    slots: DeviceArray
+    step_context: DeviceArray
+    token_counts: DeviceArray
+    token_ids: DeviceArray
+    x: DeviceArray
+    # None where nothing is drafted.
+    capacities: DeviceArray | None = None
+    carry_counts: DeviceArray | None = None
+    history: DeviceArray | None = None
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, DeviceArray]) -> StepState:
+        """Find the buffers among all regions of the plan."""
+        return cls(**{field.name: arrays[field.name] for field in fields(cls) if field.name in arrays})
+
+
 class StepKernels:
     """`kernels_cu/step/step.cu`, `sampling.cu` and `loop.cu` on the arena's arrays."""
 
     def __init__(
         self, launcher: Launcher, config: ModelConfig, arrays: Mapping[str, DeviceArray], rings: Rings, device: Device
     ):
-        self._launch, self._arrays = launcher, arrays
+        self._launch, self._state = launcher, StepState.of(arrays)
         self._commands, self._results = rings.addresses
         self._command_bytes = np.int32(rings.command_bytes)
         (_, self._constants), (_, self._sampling), _ = step_modules(config, device)
         self._hidden = config.hidden_size
-        # Where nothing is drafted there is no history, and the kernels get null pointers.
-        self._history = arrays.get("history")
-        self._max_context = np.int32(0 if self._history is None else self._history.shape[1])
+        history = self._state.history
+        self._max_context = np.int32(0 if history is None else history.shape[1])
         self._row_blocks = row_blocks(device)
 
     def load(self, *, loops: bool) -> None:
@@ -77,59 +104,60 @@ class StepKernels:
             self._launch.modules.kernel(spec, self._sampling)
 
     def admit(self) -> None:
-        a = self._arrays
-        tables, limits = a["block_tables"], (a.get("capacities"), a.get("carry_counts"))
-        outputs = (a["slot_states"], a["token_counts"], tables, *limits, self._results, a["step_context"])
+        s = self._state
+        tables, limits = s.block_tables, (s.capacities, s.carry_counts)
+        outputs = (s.slot_states, s.token_counts, tables, *limits, self._results, s.step_context)
         self._step(ADMIT, 1, 1024, *outputs, *self._in(), np.int32(tables.shape[1]))
 
     def recall(self) -> None:
-        a = self._arrays
-        outputs = (a["slot_states"], a["token_counts"], self._history, self._results, a["step_context"])
+        s = self._state
+        outputs = (s.slot_states, s.token_counts, s.history, self._results, s.step_context)
         self._step(RECALL, 1, 1024, *outputs, *self._in(), self._max_context)
 
     def step_begin(self, num_rows: int) -> None:
-        a = self._arrays
-        outputs = (a["token_ids"], a["positions"], a["slots"], a["slot_states"], self._history, self._results)
+        s = self._state
+        outputs = (s.token_ids, s.positions, s.slots, s.slot_states, s.history, self._results)
         sizes = (self._max_context, np.int32(num_rows))
-        self._step(STEP_BEGIN, 1, 64, *outputs, a["step_context"], *self._in(), *sizes)
+        self._step(STEP_BEGIN, 1, 64, *outputs, s.step_context, *self._in(), *sizes)
 
     def certain_begin(self, num_rows: int) -> None:
         """Set up the rows of a decode step as `step_begin` does, and rows of its slots' certain tokens."""
-        a = self._arrays
-        rows = (a["token_ids"], a["positions"], a["slots"], a["sampled_slots"], a["slot_states"], a["token_counts"])
+        s = self._state
+        rows = (s.token_ids, s.positions, s.slots, s.sampled_slots, s.slot_states, s.token_counts)
         sizes = (self._max_context, np.int32(num_rows))
         self._step(
-            CERTAIN_BEGIN, 1, MAX_ROWS, *rows, self._history, self._results, a["step_context"], *self._in(), *sizes
+            CERTAIN_BEGIN, 1, MAX_ROWS, *rows, s.history, self._results, s.step_context, *self._in(), *sizes
         )
 
     def prefill_begin(self, bucket: int) -> None:
-        a = self._arrays
-        rows = (a["token_ids"], a["positions"], a["slots"], a["chunk"], a["slot_states"], a["token_counts"])
+        s = self._state
+        rows = (s.token_ids, s.positions, s.slots, s.chunk, s.slot_states, s.token_counts)
         sizes = (self._max_context, np.int32(bucket))
-        self._step(PREFILL_BEGIN, 1, 1024, *rows, self._history, a["step_context"], *self._in(), *sizes)
+        self._step(PREFILL_BEGIN, 1, 1024, *rows, s.history, s.step_context, *self._in(), *sizes)
 
     def prefill_end(self) -> None:
-        self._step(PREFILL_END, 1, 32, self._results, self._arrays["chunk"], self._arrays["step_context"])
+        self._step(PREFILL_END, 1, 32, self._results, self._state.chunk, self._state.step_context)
 
     def first_begin(self) -> None:
-        self._step(FIRST_BEGIN, -(-self._hidden // 8 // 128), 128, self._arrays["x"], self._arrays["chunk"])
+        self._step(FIRST_BEGIN, -(-self._hidden // 8 // 128), 128, self._state.x, self._state.chunk)
 
     def sample(self, num_rows: int) -> None:
-        a = self._arrays
+        s = self._state
         self._launch(
             SAMPLE, self._sampling, (self._row_blocks, num_rows), ROW_THREADS,
-            self._results, a["slot_states"], a["token_counts"], a["logits"], a["slots"], a["step_context"],
+            self._results, s.slot_states, s.token_counts, s.logits, s.slots, s.step_context,
         )  # fmt: skip
 
-    def sample_masked(self, num_rows: int, masks: MaskRing, slots: str = "slots") -> None:
+    def sample_masked(self, num_rows: int, masks: MaskRing, *, is_certain: bool = False) -> None:
         """Sample as `sample` does, each row under its mask in `masks`, which the kernel waits for.
 
-        `slots`: the name of the array of the rows' slots.
+        `is_certain`: the rows are those of `certain_begin`, of which some are not sampled.
         """
-        a = self._arrays
+        s = self._state
+        slots = s.sampled_slots if is_certain else s.slots
         self._launch(
             SAMPLE_MASKED, self._sampling, (self._row_blocks, num_rows), ROW_THREADS,
-            self._results, a["slot_states"], a["token_counts"], a["logits"], a[slots], a["step_context"],
+            self._results, s.slot_states, s.token_counts, s.logits, slots, s.step_context,
             *masks.addresses, np.int32(masks.num_rows), np.int32(masks.num_words),
         )  # fmt: skip
 
@@ -139,9 +167,9 @@ class StepKernels:
         The node makes at most `num_passes` passes, and none more once all sequences have finished. `num_rows`: the rows
         of a step that may have sequences. `num_words`: the words that answer the command of a step.
         """
-        a, sizes = self._arrays, map(np.int32, (num_passes, num_steps, num_rows, num_words))
-        outputs = (self._results, a["step_context"])
-        self._launch(LOOP_END, {}, 1, MAX_ROWS, *outputs, a["slot_states"], a["slots"], handle, *sizes)
+        s, sizes = self._state, map(np.int32, (num_passes, num_steps, num_rows, num_words))
+        outputs = (self._results, s.step_context)
+        self._launch(LOOP_END, {}, 1, MAX_ROWS, *outputs, s.slot_states, s.slots, handle, *sizes)
 
     def _step(self, spec: KernelSpec, grid: int, block: int, *args: KernelArgument) -> None:
         self._launch(spec, self._constants, grid, block, *args)

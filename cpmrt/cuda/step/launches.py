@@ -75,7 +75,7 @@ def masked_launches(
     def decode(num_rows: int, kind: RowKind) -> None:
         steps.certain_begin(num_rows)
         forward.decode(num_rows, kind=kind)
-        steps.sample_masked(num_rows, masks, "sampled_slots")
+        steps.sample_masked(num_rows, masks, is_certain=True)
         if after_decode is not None:
             after_decode(num_rows)
 
