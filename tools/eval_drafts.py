@@ -39,7 +39,7 @@ from draft_evaluation.prompts import FrequentTokens, Prompts, file_prompts, freq
 
 from cpmrt import LLM  # noqa: E402
 from cpmrt.config.speculate_argument import LOOKUP  # noqa: E402
-from cpmrt.config.speculation import CHAIN_METHODS, DEFAULT_SHAPES, TreeShape  # noqa: E402
+from cpmrt.config.speculation import DRAFT_METHODS, TreeShape  # noqa: E402
 from cpmrt.errors import ConfigError, CpmrtError  # noqa: E402
 from cpmrt.weights.draft_folder import method_of  # noqa: E402
 from cpmrt.weights.model_folder import ModelFolder  # noqa: E402
@@ -165,8 +165,8 @@ class DraftEvaluation:
 
     def _shapes_of(self, name: str) -> Sequence[TreeShape]:
         method, shapes = self.methods[name], self.shapes
-        if method in CHAIN_METHODS:
-            shapes = tuple(shape for shape in shapes if shape.top_k == 1) or DEFAULT_SHAPES[method][:1]
+        if DRAFT_METHODS[method].drafts_chains:
+            shapes = tuple(shape for shape in shapes if shape.top_k == 1) or DRAFT_METHODS[method].shapes[:1]
         lengths = [] if method == LOOKUP else self.options.lookup
         return [*shapes, *(replace(shape, lookup_length=length) for length in lengths for shape in shapes)]
 

@@ -14,7 +14,7 @@ from typing import Any
 from cpmrt.config.draft import NOT_OF_LAYERS, ROPE_KEYS, Block, DraftConfig, Shapes, check_method, disagrees
 from cpmrt.config.fields import Fields
 from cpmrt.config.model import ModelConfig
-from cpmrt.config.speculation import DEFAULT_SHAPES, MAX_NODES, SpeculationConfig, TreeShape
+from cpmrt.config.speculation import DRAFT_METHODS, MAX_NODES, SpeculationConfig, TreeShape
 from cpmrt.errors import ConfigError, UnsupportedModelError, quoted
 
 _CONFIDENCE = "confidence_head.proj.weight"
@@ -66,7 +66,7 @@ def chains_of(shapes: tuple[TreeShape, ...], block: Block) -> tuple[TreeShape, .
 
     Raises ConfigError for a chain that is longer than the block.
     """
-    if tuple(replace(shape, lookup_length=0) for shape in shapes) == DEFAULT_SHAPES["dspark"]:
+    if tuple(replace(shape, lookup_length=0) for shape in shapes) == DRAFT_METHODS["dspark"].shapes:
         lengths, lookup = dict.fromkeys(-(-block.size // divisor) for divisor in (1, 2, 4)), shapes[0].lookup_length
         return tuple(TreeShape(length, 1, length + 1, lookup) for length in lengths)
     longest = max(shape.num_passes for shape in shapes)

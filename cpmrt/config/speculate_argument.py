@@ -8,8 +8,7 @@ from typing import Any
 
 from cpmrt.config.fields import Fields
 from cpmrt.config.speculation import (
-    CHAIN_METHODS,
-    DEFAULT_SHAPES,
+    DRAFT_METHODS,
     MAX_PASSES,
     InnerDraft,
     SpeculationConfig,
@@ -113,7 +112,7 @@ def _shapes(fields: Fields, method: str) -> tuple[tuple[TreeShape, ...], bool]:
     named = [name for name in _SHAPE_KEYS if fields.data.get(name) is not None]
     listed = fields.data.get("shapes")
     if listed is None:
-        return ((_one_shape(fields, method),), True) if named else (DEFAULT_SHAPES[method], False)
+        return ((_one_shape(fields, method),), True) if named else (DRAFT_METHODS[method].shapes, False)
     if named:
         raise ConfigError(f"speculate: shapes and {', '.join(named)} exclude each other")
     if not isinstance(listed, (list, tuple)):
@@ -122,9 +121,9 @@ def _shapes(fields: Fields, method: str) -> tuple[tuple[TreeShape, ...], bool]:
 
 
 def _one_shape(fields: Fields, method: str) -> TreeShape:
-    default = DEFAULT_SHAPES[method][0]
+    default = DRAFT_METHODS[method].shapes[0]
     size = fields.integer("tree_size", None)
-    if method in CHAIN_METHODS:
+    if DRAFT_METHODS[method].drafts_chains:
         length = fields.integer("num_passes", None)
         if length is None:
             length = fields.integer("tree_size", default.num_passes + 1, 2, MAX_PASSES + 1) - 1

@@ -8,8 +8,6 @@ from numbers import Real
 from cpmrt.config.integers import checked_bits, checked_integer, integer, is_number
 from cpmrt.errors import ConfigError, quoted
 
-DRAFT_METHODS = ("eagle2", "eagle3", "dspark", "model", "lookup")
-CHAIN_METHODS = ("dspark", "model", "lookup")
 MAX_NODES = 64
 """The most nodes of a tree: it is verified in one step of as many rows, with as many bits in an ancestor mask."""
 MAX_PASSES = 32
@@ -95,24 +93,37 @@ class TreeShape:
         return cls(length, 1, length + 1)
 
 
+@dataclass(frozen=True)
+class DraftMethod:
+    """A way of drafting: the `shapes` that are captured by default, the first of them the default one, and the options
+    of `SpeculationConfig` that it has no use for."""
+
+    shapes: tuple[TreeShape, ...]
+    foreign: tuple[str, ...]
+
+    @property
+    def drafts_chains(self) -> bool:
+        """Whether it can draft chains only: its default shapes are chains then."""
+        return all(shape.is_chain for shape in self.shapes)
+
+
+def _chains(*lengths: int) -> tuple[TreeShape, ...]:
+    return tuple(TreeShape.chain(length) for length in lengths)
+
+
 # First the tree of CPM.cu; then one that pays off where each node is costly, as with several sequences in a step, and
 # two where drafts are cheaper to verify, or more often right, than usual.
 _TREES = (TreeShape(2, 10, 12), TreeShape(3, 3, 6), TreeShape(3, 8, 24), TreeShape(4, 10, 32))
-DEFAULT_SHAPES: dict[str, tuple[TreeShape, ...]] = {
-    "eagle2": _TREES,
-    "eagle3": _TREES,
-    "dspark": (TreeShape.chain(7), TreeShape.chain(4), TreeShape.chain(2)),  # for a block of 7 (`config.dspark`)
-    "model": (TreeShape.chain(3), TreeShape.chain(5), TreeShape.chain(8)),
-    "lookup": (TreeShape.chain(5), TreeShape.chain(3), TreeShape.chain(8)),
+DRAFT_METHODS = {
+    "eagle2": DraftMethod(_TREES, ("min_confidence", "inner")),
+    "eagle3": DraftMethod(_TREES, ("draft_vocab", "min_confidence", "inner")),
+    "dspark": DraftMethod(_chains(7, 4, 2), ("window", "inner")),  # for a block of 7 (`config.dspark`)
+    "model": DraftMethod(_chains(3, 5, 8), ("draft_vocab", "window", "min_confidence")),
+    "lookup": DraftMethod(
+        _chains(5, 3, 8), ("draft_vocab", "window", "head_bits", "min_confidence", "layer_bits", "inner")
+    ),
 }
-# The options that a method has no use for.
-_FOREIGN = {
-    "eagle2": ("min_confidence", "inner"),
-    "eagle3": ("draft_vocab", "min_confidence", "inner"),
-    "dspark": ("window", "inner"),
-    "model": ("draft_vocab", "window", "min_confidence"),
-    "lookup": ("draft_vocab", "window", "head_bits", "min_confidence", "layer_bits", "inner"),
-}
+"""The ways of drafting by their names."""
 
 
 def means_nothing(name: str, method: str) -> ConfigError:
@@ -174,7 +185,7 @@ class SpeculationConfig:
         if not self.shapes:
             raise ConfigError("speculate: shapes", expected="at least one tree shape", actual="none")
         wide = [shape.top_k for shape in self.shapes if shape.top_k != 1]
-        if self.method in CHAIN_METHODS and wide:
+        if DRAFT_METHODS[self.method].drafts_chains and wide:
             raise ConfigError(f"speculate: method {self.method} drafts chains", expected="top_k 1", actual=wide[0])
         if self.method == "lookup" and any(shape.lookup_length for shape in self.shapes):
             raise ConfigError("speculate: lookup means nothing to method lookup", fix="name a model's draft beside it")
@@ -190,7 +201,7 @@ class SpeculationConfig:
             raise ConfigError("speculate: residual_scale", expected="draft | cpmcu", actual=quoted(self.residual_scale))
         self._check_draft()
         self._check_forced()
-        for name in _FOREIGN[self.method]:
+        for name in DRAFT_METHODS[self.method].foreign:
             if getattr(self, name) is not None:
                 raise means_nothing(name, self.method)
 

@@ -22,7 +22,7 @@ from draft_checkpoint import (
 from cpmrt.config import EngineConfig, ModelConfig, SpeculationConfig, TreeShape
 from cpmrt.config.draft import Block, detect_method
 from cpmrt.config.dspark import chains_of, read_dspark
-from cpmrt.config.speculation import DEFAULT_SHAPES
+from cpmrt.config.speculation import DRAFT_METHODS
 from cpmrt.cuda.assembly import CudaTarget
 from cpmrt.cuda.precompile import known_device
 from cpmrt.errors import CheckpointError, ConfigError, UnsupportedModelError
@@ -59,7 +59,7 @@ def read(changes=(), tensors=None, target=MINICPM, wish=WISH):
 def opened(tmp_path, tensors, changes=(), **wishes):
     folder = ModelFolder.open(write_folder(tmp_path / "target", TARGET, target_tensors()))
     write_folder(tmp_path / "draft", {**DSPARK, **dict(changes)}, tensors)
-    wish = SpeculationConfig("dspark", **{"shapes": DEFAULT_SHAPES["dspark"]} | wishes)
+    wish = SpeculationConfig("dspark", **{"shapes": DRAFT_METHODS["dspark"].shapes} | wishes)
     settings = EngineConfig(draft=str(tmp_path / "draft"), speculation=wish)
     with open_draft(folder, settings, weight_specs(folder.config, settings)) as (_, draft):
         return draft
@@ -187,9 +187,9 @@ def test_the_method_is_seen_in_the_tensors_and_in_the_config(tmp_path):
 def test_chains_are_as_long_as_the_block_at_most():
     lengths = {7: [7, 4, 2], 16: [16, 8, 4], 2: [2, 1], 1: [1]}
     for size, expected in lengths.items():
-        chains = chains_of(DEFAULT_SHAPES["dspark"], Block(size, 0, 1, True))
+        chains = chains_of(DRAFT_METHODS["dspark"].shapes, Block(size, 0, 1, True))
         assert [shape.num_passes for shape in chains] == expected and all(shape.is_chain for shape in chains)
-    beside = tuple(replace(shape, lookup_length=9) for shape in DEFAULT_SHAPES["dspark"])
+    beside = tuple(replace(shape, lookup_length=9) for shape in DRAFT_METHODS["dspark"].shapes)
     assert chains_of(beside, Block(3, 0, 1, True))[0] == TreeShape(3, 1, 4, 9)
     named = (TreeShape.chain(3), TreeShape.chain(5))
     assert chains_of(named, Block(5, 0, 1, True)) == named

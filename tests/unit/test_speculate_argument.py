@@ -12,7 +12,7 @@ from cpmrt.cli.arguments import add_draft_options, draft_arguments
 from cpmrt.cli.parser import Parser
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.config.speculate_argument import named_drafts, read_speculation
-from cpmrt.config.speculation import DEFAULT_SHAPES, DRAFT_METHODS, InnerDraft
+from cpmrt.config.speculation import DRAFT_METHODS, InnerDraft
 from cpmrt.errors import ConfigError
 
 
@@ -35,24 +35,24 @@ def test_off_leaves_the_draft_out():
 
 @pytest.mark.parametrize("method", ["eagle2", "eagle3", "dspark", "model"])
 def test_auto_takes_the_shapes_of_the_drafts_method(method):
-    assert read("folder", "auto", method) == SpeculationConfig(method, DEFAULT_SHAPES[method], is_adaptive=True)
+    assert read("folder", "auto", method) == SpeculationConfig(method, DRAFT_METHODS[method].shapes, is_adaptive=True)
 
 
 @pytest.mark.parametrize(("draft", "speculate"), [
     ("lookup", "auto"), ("lookup", {}), (None, {"method": "lookup"}), ("lookup", {"method": "lookup"}),
 ])  # fmt: skip
 def test_lookup_needs_no_files(draft, speculate):
-    assert read_speculation(draft, speculate, not_asked) == SpeculationConfig("lookup", DEFAULT_SHAPES["lookup"])
+    assert read_speculation(draft, speculate, not_asked) == SpeculationConfig("lookup", DRAFT_METHODS["lookup"].shapes)
 
 
 def test_the_default_shapes():
-    assert DEFAULT_SHAPES.keys() == set(DRAFT_METHODS)
-    assert DEFAULT_SHAPES["eagle2"][0] == DEFAULT_SHAPES["eagle3"][0] == TreeShape(2, 10, 12)
+    assert DRAFT_METHODS["eagle2"].shapes[0] == DRAFT_METHODS["eagle3"].shapes[0] == TreeShape(2, 10, 12)
     for method in ("model", "lookup"):
-        assert {shape.num_passes for shape in DEFAULT_SHAPES[method]} == {3, 5, 8}
-    for method, shapes in DEFAULT_SHAPES.items():
-        SpeculationConfig(method, shapes)
-        assert len(set(shapes)) == len(shapes)
+        assert {shape.num_passes for shape in DRAFT_METHODS[method].shapes} == {3, 5, 8}
+    for name, method in DRAFT_METHODS.items():
+        SpeculationConfig(name, method.shapes)
+        assert len(set(method.shapes)) == len(method.shapes)
+    assert {name for name, method in DRAFT_METHODS.items() if method.drafts_chains} == {"dspark", "model", "lookup"}
 
 
 @pytest.mark.parametrize(("method", "wishes", "shape"), [
@@ -79,7 +79,7 @@ def test_a_list_of_trees():
 
 def test_a_lookup_beside_every_tree():
     found = read("folder", {"lookup": 15})
-    assert found.shapes == tuple(replace(shape, lookup_length=15) for shape in DEFAULT_SHAPES["eagle2"])
+    assert found.shapes == tuple(replace(shape, lookup_length=15) for shape in DRAFT_METHODS["eagle2"].shapes)
     assert found.is_adaptive
     found = read("folder", {"lookup": 8, "num_passes": 3}, "model")
     assert found == SpeculationConfig("model", (TreeShape(3, 1, 4, 8),), is_adaptive=False)
@@ -141,7 +141,7 @@ def test_what_concerns_the_draft_itself(vocab):
     found = read("folder", {"draft_vocab": vocab, "window": 1024, "head_bits": 4, "residual_scale": "cpmcu"})
     expected = str(vocab) if isinstance(vocab, Path) else vocab
     assert (found.draft_vocab, found.window, found.head_bits, found.residual_scale) == (expected, 1024, 4, "cpmcu")
-    assert found.shapes == DEFAULT_SHAPES["eagle2"] and found.is_adaptive
+    assert found.shapes == DRAFT_METHODS["eagle2"].shapes and found.is_adaptive
 
 
 @pytest.mark.parametrize(("draft", "speculate", "message"), [
@@ -226,7 +226,7 @@ EAGLE = SpeculationConfig("eagle2")
 @pytest.mark.parametrize(("settings", "message"), [
     ({"draft": "d"}, "draft: expected nothing, got 'd'"),
     ({"speculation": EAGLE}, "draft: expected a draft model"),
-    ({"draft": "d", "speculation": SpeculationConfig("lookup", DEFAULT_SHAPES["lookup"])}, "expected nothing"),
+    ({"draft": "d", "speculation": SpeculationConfig("lookup", DRAFT_METHODS["lookup"].shapes)}, "expected nothing"),
 ])  # fmt: skip
 def test_engine_settings_that_contradict_each_other(settings, message):
     with pytest.raises(ConfigError, match=message):
