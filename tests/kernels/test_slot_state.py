@@ -3,6 +3,9 @@ records."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -99,6 +102,16 @@ def test_a_state_holds_the_request() -> None:
     for name in ("temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert state[name] == np.float32(getattr(sampling, name))
     assert state["log_min_p"] == np.log(np.float32(0.1))
+
+
+OTHER: dict[str, Any] = {"top_k": 3, "logprobs": 2, "logit_bias": ((4, 2.0),)}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Sampling)])
+def test_a_state_holds_every_setting_of_the_sampling(name: str) -> None:
+    changed = Sampling(**{name: OTHER.get(name, 0.5)})
+    assert changed != Sampling()
+    assert slot_state(Admit(0, changed, 0, 1, ())).tobytes() != slot_state(Admit(0, Sampling(), 0, 1, ())).tobytes()
 
 
 def test_filters_that_are_off_and_nearly_off() -> None:

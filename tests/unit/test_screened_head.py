@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import field, make_dataclass
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,11 @@ def test_the_bytes_of_a_step_are_those_of_the_copy_and_of_the_rows_behind_it(tie
 ], ids=str)  # fmt: skip
 def test_for_whom_it_pays(wish: dict[str, Any], pays: bool) -> None:
     assert can_screen(Sampling(**wish)) == pays
+
+
+def test_a_new_setting_takes_the_whole_head_until_it_is_known_to_be_screened() -> None:
+    newer = make_dataclass("Newer", [("tail_free", float, field(default=1.0))], bases=(Sampling,), frozen=True)
+    assert can_screen(newer()) and not can_screen(newer(tail_free=0.9))
 
 
 def test_the_numpy_executor_takes_it_and_computes_the_whole_head() -> None:

@@ -7,7 +7,7 @@ under these bounds are computed from the head itself, with the bits that the who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil
 
 import numpy as np
@@ -30,6 +30,8 @@ MOST_ROWS = _ROW_BUILDS[-1]
 """The most rows of a screened step: with more, too many tokens are candidates for one row or another."""
 MOST_TOP_K = 64
 """The largest top_k for which it pays to screen the head: with a larger one too many tokens are candidates."""
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+"""The settings of `Sampling` under which a head may be screened."""
 MOST_COLUMNS = 16384
 _UNIT_COLUMNS, _STEPS_OF_A_UNIT = 64, 4
 _LANES, _COPY_WARPS = 32, 4
@@ -82,10 +84,10 @@ RESCORE = KernelSpec(
 def can_screen(sampling: Sampling) -> bool:
     """Whether few tokens can be chosen under this sampling, so that it pays to screen the head.
 
-    With any other sampling the token would be right too, but most tokens might have to be computed one by one.
+    With other values of `_FILTERS` the token would be right too, but most tokens might have to be computed one by one.
+    Any other setting takes the whole head, also one that rescore.cu does not know.
     """
-    is_plain = sampling.repetition_penalty == 1.0 and sampling.presence_penalty == sampling.frequency_penalty == 0.0
-    if not is_plain or sampling.logit_bias or sampling.logprobs:
+    if any(getattr(sampling, field.name) != field.default for field in fields(sampling) if field.name not in _FILTERS):
         return False
     if sampling.temperature == 0.0 or 0 < sampling.top_k <= MOST_TOP_K:
         return True
