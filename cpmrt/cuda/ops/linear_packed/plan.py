@@ -22,14 +22,16 @@ SINGLE_ROW_SUMS = 64
 ROW_BUCKETS = (1, 8, 16, 32, 64)
 # The most warps of a block: where eight share a tile; where each has a tile; on devices with little shared memory.
 _MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
-# The warps of a block that makes a head of the queries of latent attention.
-_HEAD_WARPS = 16
+_HEAD_WARPS = 16  # of a block that makes a head of the queries of latent attention
 _WARPGROUP = 4
-# The first four are numbers of rows. From the first on prepare_rows normalises rows once, instead of every block (also
-# where they have more than _LARGEST_NORMALISED_X bytes). From the second on a gate_up product whose blocks write whole
-# slices of its rows spares the next product prepare_rows. From the third on four warps multiply together, but only from
-# the fourth on in clusters and in blocks of more warps than the last number.
-_PREPARED_ROWS, _FEEDING_ROWS, _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 8, 16, 32, 16
+# From so many rows on prepare_rows normalises them once, instead of every block; where they have more than
+# _LARGEST_NORMALISED_X bytes it always does.
+_PREPARED_ROWS = 16
+# From so many rows on a gate_up product whose blocks write whole slices of its rows spares the next one prepare_rows.
+_FEEDING_ROWS = 8
+# From so many rows on four warps multiply together; in clusters, and in blocks of more than _WARPGROUP_WARPS warps,
+# from the later number on.
+_WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 32, 16
 # Where all of x has more bytes than this, a block takes one run of K only and exchanges sums with others. The limit is
 # lower for up to 8 rows (more were not measured) where all tiles find room in clusters: each of their blocks then turns
 # only an eighth of x into integers.
@@ -40,8 +42,7 @@ _STAGES, _MOST_KEPT_ROUNDS, _JOINED_SLICES = 4, 4, 2
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
 # the multiprocessors without work: they pay for short runs of K, and where products take less time than the exchange.
 _CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
-# The most bytes of a stage of x, as a share of a block's shared memory.
-_STAGE_SHARE = 0.08
+_STAGE_SHARE = 0.08  # the most bytes of a stage of x, as a share of a block's shared memory
 # Bytes of weights that a block asks for before x, which then queues behind them: more where eight warps share a tile,
 # so that each has a chunk; none with eight rows that every block normalises, and none on devices below STARTS_EARLY.
 _EARLY_BYTES, _EARLY_SPLIT_BYTES = 70_000, 102_000
@@ -62,8 +63,7 @@ _NARROW_WIDTH = 2048
 # Weights in so many bits begin to come to the L2 during the product before theirs, a chunk for each warp: at these
 # numbers of rows, in narrow models only at one row. Other numbers gain nothing, other bits were not measured.
 _AHEAD_BITS, _AHEAD_ROWS = 4, (1, 32)
-# The number LINEAR of the product that makes queries of latent attention.
-_LATENT_QUERIES = 4
+_LATENT_QUERIES = 4  # the number LINEAR of the product that makes queries of latent attention
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,19 @@ MOST_LAYERS = 54
 """The most layers of a launch: the operands of so many fit into its parameters."""
 # The most tiles of a warp in one product: the sums of all are in registers.
 _MOST_ROUNDS = 6
-# Slices that a warp has in shared memory at a time, of a row that is not normalised; slices of a chunk of weights; the
-# fewest and the most chunks of a warp's ring.
-_STAGE_SLICES, _CHUNK_SLICES, _FEWEST_SLOTS, _MOST_SLOTS = 4, 2, 3, 8
+_STAGE_SLICES = 4  # that a warp has in shared memory at a time, of a row that is not normalised
+_CHUNK_SLICES = 2  # of a chunk of weights
+_FEWEST_SLOTS, _MOST_SLOTS = 3, 8  # chunks of a warp's ring
 PAGE_STAGES = 2
 """Pages of a warp's ring in attention."""
 _HEAD_DIMS = (64, 128)  # others spill registers
-# Bytes of shared memory: before the sums (square sums and the row's place); the sums of a tile and run; the logarithms
-# of the sums of attention's four warps; the alignment of the rings; a slice of the row.
-_FIXED_BYTES, _SUM_BYTES, _LOG_SUM_BYTES, _ALIGNED_BYTES = 64, 64, 256, 128
-_SLICE_BYTES = 2 * SLICE_COLUMNS + SINGLE_ROW_SUMS
-# Bytes beside the dynamic shared memory with attention: a flag, and room to begin at a multiple of this.
-_STATIC_BYTES = 1024
+# Bytes of shared memory:
+_FIXED_BYTES = 64  # before the sums: square sums and the row's place
+_SUM_BYTES = 64  # the sums of a tile and run
+_LOG_SUM_BYTES = 256  # the logarithms of the sums of attention's four warps
+_ALIGNED_BYTES = 128  # what the rings begin at a multiple of
+_SLICE_BYTES = 2 * SLICE_COLUMNS + SINGLE_ROW_SUMS  # a slice of the row
+_STATIC_BYTES = 1024  # beside the dynamic ones, with attention: a flag, and room to begin at a multiple of this
 # The size that weights must stay below, because offsets in a weight are 32-bit integers.
 _MOST_BYTES = 1 << 31
 
