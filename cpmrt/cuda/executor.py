@@ -106,12 +106,26 @@ class CudaExecutor:
             raise
 
     def _start(self, engine: EngineConfig, position_limit: int, load: LoadWeights) -> None:
-        """Allocate the arena, load weights and capture graphs. Whatever has to be closed goes into `_resources`."""
-        plan, device = self.plan, self.device
-        memory = DeviceBuffer(plan.total_bytes)
+        """Allocate the arena, load weights and capture graphs."""
+        memory = DeviceBuffer(self.plan.total_bytes)
         self._resources.callback(memory.close)
-        pointer = memory.pointer
-        self._arena = Arena(plan, cupy.ndarray((plan.total_bytes,), cupy.uint8, pointer))
+        self._arena = Arena(self.plan, cupy.ndarray((self.plan.total_bytes,), cupy.uint8, memory.pointer))
+        self._make_parts(engine)
+        # Loading comes first: its staging area may have the same memory as tables, which are filled after it.
+        regions = {region.name: region for region in self.plan.regions}
+        loader = Launcher(self.stream, self._modules, use_pdl=False)
+        load(Destination(memory.pointer.ptr, regions, self.device, loader))
+        self._fill_tables(position_limit)
+        self._capture(loops=engine.steps_per_launch > 1)
+        if self._speculation is not None:
+            from cpmrt.cuda.step.costs import measured_limits  # no start without a draft needs it
+
+            counts = self._speculation.counts if engine.drafts_adaptively else ()
+            self._limits = measured_limits(self, self._speculation.pass_seconds, engine.steps_per_launch, counts)
+
+    def _make_parts(self, engine: EngineConfig) -> None:
+        """Make whatever launches on the arena. What has to be closed goes into `_resources`."""
+        plan, device = self.plan, self.device
         self._arrays: dict[str, Any] = held_arrays(self._arena, device)
         use_pdl = engine.dependent_launch and not device.is_portable
         self._launcher = launcher = Launcher(self.stream, self._modules, use_pdl=use_pdl)
@@ -143,16 +157,6 @@ class CudaExecutor:
             )  # fmt: skip
             self._resources.callback(self._speculation.close)
             self._limits = replace(self._limits, max_drafting=self._speculation.most)
-        # Loading comes first: its staging area may have the same memory as tables, which are filled after it.
-        regions = {region.name: region for region in plan.regions}
-        load(Destination(pointer.ptr, regions, device, Launcher(self.stream, self._modules, use_pdl=False)))
-        self._fill_tables(position_limit)
-        self._capture(loops=engine.steps_per_launch > 1)
-        if self._speculation is not None:
-            from cpmrt.cuda.step.costs import measured_limits  # no start without a draft needs it
-
-            counts = self._speculation.counts if engine.drafts_adaptively else ()
-            self._limits = measured_limits(self, self._speculation.pass_seconds, engine.steps_per_launch, counts)
 
     @property
     def limits(self) -> ExecutorLimits:
