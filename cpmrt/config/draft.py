@@ -79,6 +79,12 @@ class DraftConfig:
         return self.method in ("eagle2", "eagle3")
 
     @property
+    def uses_targets_head(self) -> bool:
+        """Whether the draft's head is the target's, or some rows of it, unless its files bring another one
+        (`has_head`)."""
+        return self.method in ("eagle2", "dspark")
+
+    @property
     def reads_states(self) -> bool:
         """Whether the draft reads the target's hidden states: a row reads those of the token before the row's own."""
         return self.is_eagle or self.block is not None

@@ -72,7 +72,7 @@ def _own_specs(config: DraftConfig, checkpoint: Checkpoint | None, wish: Specula
     """Return the weights of the draft's checkpoint as they are to be held, without the prefix."""
     specs = quantised_specs(tensor_specs(config), config.layers_config.quantization, checkpoint)
     specs = round_layers(specs, wish.layer_bits)
-    if config.method in ("eagle3", "model"):
+    if not config.uses_targets_head:
         specs = quantise_head(specs, config.head_bits)
     if checkpoint is not None:
         check(specs, checkpoint, ignore=DRAFT_LEFTOVERS if config.reads_states else LEFTOVERS)
@@ -91,12 +91,12 @@ def _draft(
     token_map, head, shapes = None, None, wish.shapes
     if config.method == "eagle3":
         token_map = _from_offsets(config, checkpoint, vocab_size)
-    elif config.method in ("eagle2", "dspark"):
+    elif config.uses_targets_head:
         token_map = _frequent(folder.path, checkpoint, vocab_size, wish)
     if config.block is not None:
         shapes, own_specs = chains_of(wish.shapes, config.block), cut_markov(own_specs, token_map)
     specs = prefixed(own_specs)
-    if config.method in ("eagle2", "dspark"):
+    if config.uses_targets_head:
         if own := _own_head(config, checkpoint, target):
             specs += (_copied_head((own,), config.head_bits, token_map) or prefixed((own,))[0],)
         else:

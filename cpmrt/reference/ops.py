@@ -206,6 +206,7 @@ class NumpyOps:
         )  # fmt: skip
         num_rows, num_kv_heads, head_dim = len(q), kv.k.shape[1], kv.k.shape[3]
         if rows.positions[0] < 0:
+            assert selection is None, "only a draft's rows begin before the sequence, and it chooses no blocks"
             out[0] = 0.0
             taken = replace(rows, positions=rows.positions[1:], slots=rows.slots[1:])
             if num_rows > 1:
