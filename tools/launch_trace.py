@@ -1,4 +1,5 @@
-"""Every launch of every graph of a start, traced without a GPU: kernel, constants, grid, block, memory, arguments.
+"""Every launch of every graph of a start, and of decode steps under masks, traced without a GPU: kernel, constants,
+grid, block, memory, arguments.
 
     tools/launch_trace.py --write before.z
     tools/launch_trace.py --compare before.z
@@ -60,7 +61,7 @@ from cpmrt.cuda.ops.gemm import Gemm  # noqa: E402
 from cpmrt.cuda.precompile import known_device  # noqa: E402
 from cpmrt.cuda.step.forward import StepForward  # noqa: E402
 from cpmrt.cuda.step.kernels import StepKernels  # noqa: E402
-from cpmrt.cuda.step.launches import step_launches  # noqa: E402
+from cpmrt.cuda.step.launches import masked_launches, step_launches  # noqa: E402
 from cpmrt.cuda.step.memory import buckets, row_counts  # noqa: E402
 from cpmrt.dtypes import DType  # noqa: E402
 from cpmrt.memory.arena import Arena  # noqa: E402
@@ -190,6 +191,13 @@ class Rings:
     command_bytes = 4096
 
 
+class Masks:
+    """A stand-in for the ring of masks in host memory."""
+
+    addresses = (np.uint64(333), np.uint64(444))
+    num_rows, num_words = 64, 4096
+
+
 def traced_device(name: str) -> Device:
     """Return a known device; "portable" is an sm_90 device on the portable path."""
     if name != "portable":
@@ -216,11 +224,16 @@ def trace(setup: Setup, device: Device) -> dict[str, list[Any]]:
     gemm = Gemm(device, launcher, arrays["gemm_workspace"], use_library=False)
     forward = StepForward(config, device, launcher, gemm, arrays, plan.caches, draft.config.taps if draft else ())
     rings: Any = Rings()
+    masks: Any = Masks()
     looped = Graphs(launcher.stream, enabled=False, release=launcher.release).loop
     steps = StepKernels(launcher, config, arrays, rings, device)
     drafting = draft and Speculation(draft, config, device, launcher, gemm, arrays, rings, forward, plan, looped)
     chunks, rows = buckets(settings.prefill_chunk), row_counts(settings.max_sequences)
-    launches = step_launches(steps, forward, chunks, rows, drafting.after_decode if drafting else None)
+    after_decode = drafting.after_decode if drafting else None
+    launches = step_launches(steps, forward, chunks, rows, after_decode)
+    decode_masked, launches["first masked"] = masked_launches(steps, forward, masks, after_decode)
+    kinds = ((count, kind) for count in rows for kind in forward.row_kinds(count))
+    launches |= {("decode masked", count, kind): partial(decode_masked, count, kind) for count, kind in kinds}
     launches["loop"] = partial(steps.loop_end, 1, 1, np.uint64(7), 2, 4)
     launches |= drafting.launches(chunks) if drafting else {}
     for name, launch in launches.items():
