@@ -6,4 +6,5 @@ from threading import RLock
 
 CAPTURES = RLock()
 """Held during each capture, and while a handle of cuBLASLt is destroyed: that waits for the whole device, and would
-spoil a capture that goes on meanwhile, also that of another model in the process."""
+spoil a capture that goes on meanwhile, also that of another model in the process. A capture with a loop in it takes the
+lock twice."""
