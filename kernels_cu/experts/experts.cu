@@ -29,6 +29,7 @@
 #endif
 #include "expert_product.cuh"
 #include "expert_rows.cuh"
+#include "gated.cuh"
 
 constexpr int kThreads = WARPS * 32, kTokens = TOKEN_TILES * 8;
 constexpr int kMinBlocks = CHUNK ? 1 : 512 / kThreads;
@@ -200,7 +201,7 @@ DEVICE void store(scalar_t* out, const Sums (&sums)[WARP_TILES], const int* pair
         const float lo = sums[w][i][odd], hi = sums[w][i][odd + 2];
         scalar_t* const row = out + static_cast<int64_t>(pairs[token]) * columns;
         if (PRODUCT == 0) {
-          row[(first_tile + w) * 8 + lane / 4] = from_float(lo / (1.0f + __expf(-lo)) * hi);
+          row[(first_tile + w) * 8 + lane / 4] = from_float(gated(lo, hi));
         } else {
           row[(first_tile + w) * 16 + lane / 4] = from_float(lo);
           row[(first_tile + w) * 16 + 8 + lane / 4] = from_float(hi);

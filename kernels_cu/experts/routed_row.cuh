@@ -1,6 +1,7 @@
 // The products of a one-row step with its experts' weights: the row's columns in shared memory, and which experts it takes.
 #pragma once
 #include "expert_product.cuh"
+#include "gated.cuh"
 #include "route_row.cuh"
 
 // kTogether: slices that a warp multiplies together, a turn.
@@ -38,5 +39,5 @@ DEVICE void multiply_turn(Sums (&sums)[1], const Slice (&held)[kTogether], uint3
 // Returns silu(gate) * up of the tile's column lane / 4, from its sums.
 DEVICE scalar_t activated(const Sums& sums) {
   const float gate = sums[0][0], up = sums[0][2];   // all tokens of the tile are the row
-  return from_float(gate / (1.0f + __expf(-gate)) * up);
+  return from_float(gated(gate, up));
 }

@@ -1,15 +1,22 @@
-// The gated activation of an mlp: activation(gate) * up of two neighbours in memory, with SiLU, or with FATRELU the activation of
-// fatrelu.cuh. Float32 with the fast exponential and division (a few units in the last place), rounded once.
+// The sigmoid, and the gated activation of an mlp: activation(gate) * up, with SiLU or, where FATRELU is defined, with FATReLU, whose threshold
+// it is as the bits of a float. Float32 with the fast exponential and reciprocal (a few units in the last place).
 #pragma once
-#include "fatrelu.cuh"
+#include "fast_math.cuh"
 
-DEVICE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+// Returns 1 / (1 + e^-x). An exact division has a branch; without one the values that a thread finishes are computed side by side.
+DEVICE float sigmoid(float x) { return reciprocal_fast(1.0f + exp2_fast(x * -1.44269504f)); }
 
-DEVICE uint32_t gated(uint32_t gate, uint32_t up) {
-  const float2 g = unpack2(gate), u = unpack2(up);
+// Returns activation(gate) * up. With FATRELU (arXiv 2402.13516) it is 0 up to the threshold, whatever up is.
+DEVICE float gated(float gate, float up) {
 #ifdef FATRELU
-  return pack2(fatrelu_mul(g.x, u.x), fatrelu_mul(g.y, u.y));
+  return gate > __int_as_float(FATRELU) ? gate * up : 0.0f;
 #else
-  return pack2(silu(g.x) * u.x, silu(g.y) * u.y);
+  return gate * sigmoid(gate) * up;
 #endif
+}
+
+// Returns the same of two neighbours in memory, rounded once.
+DEVICE uint32_t gated_pair(uint32_t gate, uint32_t up) {
+  const float2 g = unpack2(gate), u = unpack2(up);
+  return pack2(gated(g.x, u.x), gated(g.y, u.y));
 }

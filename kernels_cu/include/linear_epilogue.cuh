@@ -10,7 +10,7 @@
 // the row) a cluster of kHeadBlocks takes the tiles that a KV head needs, and GROUP is the number of its query heads.
 #pragma once
 #include "copy.cuh"
-#include "fatrelu.cuh"
+#include "gated.cuh"
 
 // Returns sum + bias. The compiler cannot contract this addition with the product before it, so all kernels give the same bits.
 DEVICE float biased(float sum, scalar_t bias) { return __fadd_rn(sum, to_float(bias)); }
@@ -58,7 +58,7 @@ struct QkvEpilogue {
   uint32_t place;   // shared memory, an int2 for each token: position, and number among the tokens of all pages (-1: not stored)
   int slot, position, location, stored;   // of the token that this thread looks up
   int guessed_slot = 0, guessed_position = -1, guessed_location = 0, page;
-  // Whether `prefetch` reads the angles; else `store` does, because NT = 8 has no registers left to hold them.
+  // Whether `prefetch` reads the angles; else `store` does, because those of eight tiles have no registers.
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][PAIRS], sine[kEarly ? NT : 1][PAIRS];
 
@@ -206,13 +206,7 @@ struct GateUpEpilogue {
   int F;
   unsigned char* prepared;   // only linear_packed.cu with FEEDS writes it: the same rows as the next product reads them
 
-  DEVICE static scalar_t value(float gate, float up) {
-#ifdef FATRELU
-    return from_float(fatrelu_mul(gate, up));
-#else
-    return from_float(gate / (1.0f + __expf(-gate)) * up);
-#endif
-  }
+  DEVICE static scalar_t value(float gate, float up) { return from_float(gated(gate, up)); }
   DEVICE void settle() const {}
   DEVICE void prefetch(int, int, int, int, int) {}
   DEVICE void store(int, int, int tile, int row, int token, float gate, float up) {

@@ -10,7 +10,7 @@
 //   HELD_CHUNKS: with ONE_ROW only: a block has one group of tiles, all of whose weights are asked for before x. So many chunks of each warp,
 //   the last ones, come to registers, the others to its ring. Without it weights are streamed through the ring.
 //   ROWS_FIRST: x is asked for before the weights, so that it does not wait for them: for devices where a kernel begins only when
-//   the one before it has ended. FATRELU: of gate_up only, the activation is that of fatrelu.cuh; without it SiLU. ROW_PITCH: elements
+//   the one before it has ended. FATRELU: of gate_up only, the activation is that of gated.cuh; without it SiLU. ROW_PITCH: elements
 //   between rows of x, whose first K columns are taken; without it K. Rows with a pitch come from the product before this one, which
 //   starts this kernel behind its own pdl_wait. So all kernels before that product have finished, and this one may start the next at once
 // Grid: any multiple of CLUSTER up to CLUSTER * ceil(tiles / kBlockTiles) blocks, clusters take groups of tiles in turn;

@@ -34,7 +34,7 @@
 //   KEPT_ROUNDS: with SHARED_RUN 0 and one row, the rounds whose runs are added only after the products of all of them; else 1
 //   SMEM_BYTES: dynamic shared memory of the launch
 //   PORTABLE: 1 leaves the copy engine out on sm_90 and later too
-//   FATRELU: of gate_up only, the activation is that of fatrelu.cuh; without it SiLU
+//   FATRELU: of gate_up only, the activation is that of gated.cuh; without it SiLU
 //   ROW_PITCH: elements between rows of x, whose first K columns are taken; without it K. Rows with a pitch come from the product before
 //     this one, which starts this kernel behind its own pdl_wait. So all kernels before that product have finished, and this one may
 //     start the next at once
@@ -110,6 +110,8 @@ constexpr bool kFetchesAhead = true;
 #else
 constexpr bool kFetchesAhead = false;
 #endif
+// The token tiles that an epilogue keeps what it has read for: blocks that exchange their sums finish one after another.
+constexpr int kEpilogueTiles = SHARED_RUN && RUNS > 1 ? 1 : NT;
 constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` writes: it comes behind a barrier
 constexpr bool kGuesses = LINEAR == 0 && ROWS == 1 && !SHARED_RUN;   // whether the row's place is guessed before pdl_wait
 // Whether `settle` and `keep` come behind the products: with SHARED_RUN, 64 rows leave no registers for what is read before these.
@@ -267,8 +269,8 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_qkv)(
 #if defined(ROW_PITCH) || TRIGGER == 3
   pdl_launch_dependents();
 #endif
-  QkvEpilogue<NT, kThreadPairs, kGuesses> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T, num_heads, num_kv_heads,
-                       pages_per_sequence, max_context};
+  QkvEpilogue<kEpilogueTiles, kThreadPairs, kGuesses> epilogue{q, k_pages, v_pages, bias, rope, positions, locations, slots, block_tables, T,
+                                                               num_heads, num_kv_heads, pages_per_sequence, max_context};
   packed_product(epilogue, (num_heads + 2 * num_kv_heads) * kHeadTiles, x, norm, weight, partials, arrivals, T, eps);
 }
 #endif
@@ -283,7 +285,7 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_residual)(
 #endif
 ) {
   if (TRIGGER == 0) pdl_launch_dependents();
-  ResidualEpilogue<NT, kThreadPairs> epilogue{x, bias, N, scale};
+  ResidualEpilogue<kEpilogueTiles, kThreadPairs> epilogue{x, bias, N, scale};
 #ifdef AHEAD
   const Ahead next = {ahead, ahead_pieces, ahead_stride, ahead_bytes};
 #else

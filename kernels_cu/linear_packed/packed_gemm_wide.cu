@@ -107,7 +107,7 @@ DEVICE void store_gated(scalar_t* y, const float (&sums)[kFragmentsM][kFragments
 #pragma unroll
     for (int t = 0; t < kWarpTiles; t++) {
       const float *gate = sums[i / 2][t * 2] + i % 2 * 2, *up = sums[i / 2][t * 2 + 1] + i % 2 * 2;
-      const uint32_t pair = gated(pack2(alpha * gate[0], alpha * gate[1]), pack2(alpha * up[0], alpha * up[1]));
+      const uint32_t pair = gated_pair(pack2(alpha * gate[0], alpha * gate[1]), pack2(alpha * up[0], alpha * up[1]));
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const uint32_t received = __shfl_sync(0xFFFFFFFFu, pair, source + j);

@@ -15,7 +15,7 @@
 //   RUNS: 8, the parts of K of all weights but gate_up. GATE_UP_RUNS: the parts of K of gate_up, 8 or 1
 //   WEIGHT_BITS: 4. SCALE_GROUP: 128. ZEROS: 0. GRID: blocks
 //   SLOTS: chunks of a warp's ring of weights, 2 or more. SMEM_BYTES: dynamic shared memory of the launch
-//   FATRELU: the activation is that of fatrelu.cuh; without it SiLU
+//   FATRELU: the activation is that of gated.cuh; without it SiLU
 // Grid: GRID blocks, at most as many as multiprocessors, all of which must run at once; block 256; SMEM_BYTES of dynamic shared memory.
 // Numerics: those of the kernels named above; a row's bits are the same, whichever kernel has computed it.
 // Oracle: NumpyOps.decode_attention, project_residual, gate_up, qkv.

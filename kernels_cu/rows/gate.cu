@@ -12,12 +12,13 @@
 #if !defined(HIDDEN)
 #error "a constant is not defined"
 #endif
+#include "gated.cuh"
 #include "norm_row.cuh"
 
 static_assert(HIDDEN % 8 == 0, "HIDDEN must be a multiple of 8");
 
 // Returns a pair of elements normalised and gated, each only if it applies.
-DEVICE uint32_t gated(uint32_t pair, uint32_t weight, uint32_t gate, float scale, bool has_norm, bool has_gate) {
+DEVICE uint32_t gate_pair(uint32_t pair, uint32_t weight, uint32_t gate, float scale, bool has_norm, bool has_gate) {
   float2 v = unpack2(pair);
   if (has_norm) {
     const float2 w = unpack2(weight);
@@ -25,7 +26,7 @@ DEVICE uint32_t gated(uint32_t pair, uint32_t weight, uint32_t gate, float scale
   }
   if (has_gate) {
     const float2 g = unpack2(gate);
-    v.x /= 1.0f + __expf(-g.x), v.y /= 1.0f + __expf(-g.y);
+    v.x *= sigmoid(g.x), v.y *= sigmoid(g.y);
   }
   return pack2(v.x, v.y);
 }
@@ -52,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (column >= HIDDEN) continue;
     const uint4 zero = make_uint4(0, 0, 0, 0), v = held[turn];
     const uint4 w = has_norm ? load16(norm + column) : zero, g = has_gate ? load16(gate + start + column) : zero;
-    store16(out + start + column, make_uint4(gated(v.x, w.x, g.x, scale, has_norm, has_gate),
-                                             gated(v.y, w.y, g.y, scale, has_norm, has_gate),
-                                             gated(v.z, w.z, g.z, scale, has_norm, has_gate),
-                                             gated(v.w, w.w, g.w, scale, has_norm, has_gate)));
+    store16(out + start + column, make_uint4(gate_pair(v.x, w.x, g.x, scale, has_norm, has_gate),
+                                             gate_pair(v.y, w.y, g.y, scale, has_norm, has_gate),
+                                             gate_pair(v.z, w.z, g.z, scale, has_norm, has_gate),
+                                             gate_pair(v.w, w.w, g.w, scale, has_norm, has_gate)));
   }
 }
