@@ -56,7 +56,10 @@ def test_every_schedule_gives_the_plain_continuation(limits, wanted, draft_seed,
     engine = Engine(executor, prefix_cache=False, adaptive=adaptive)
     sequences = [engine.add(request(p, new=n, seed=s, stop=stop)) for p, n, s, stop in wanted]
     for seq, (prompt, new, seed, stop) in reversed(list(zip(sequences, wanted, strict=True))):
-        assert tokens_of(engine, seq) == plain_continuation(prompt, seed, new, stop)
+        results = list(engine.stream(seq))
+        tokens = [token for result in results for token in result.token_ids]
+        assert tokens == plain_continuation(prompt, seed, new, stop)
+        assert [entry.token_id for result in results for entry in result.logprobs] == tokens
         assert seq.finish_reason == ("stop" if seq.token_ids[-1] in stop else "length")
     while executor.queue:
         executor.run_one()
