@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted import ScriptedExecutor
+from scripted import ScriptedExecutor, plain_continuation
 from unit.test_sharing import generation, shared_engine
 
 from cpmrt.config import Sampling
 from cpmrt.engine import Engine, Request, Sequence
 from cpmrt.errors import NonFiniteLogitsError
-from cpmrt.executor import Decode, ExecutorLimits
+from cpmrt.executor import Decode, ExecutorLimits, Prefill, Release
 from cpmrt.sharing.jobs import EndsInbox
 from cpmrt.sharing.reading_results import pooled, scores
 from cpmrt.sharing.remade_answers import RemadeAnswers
@@ -50,6 +50,49 @@ def test_a_job_whose_step_fails_ends_with_the_error() -> None:
     shared.submit([generation([1])], inbox)
     end = shared.next(inbox)[1]
     assert (end.reason, end.error) == ("error", error)
+
+
+def test_a_fault_of_one_answer_is_no_error_of_the_thread_that_drives() -> None:
+    shared, mine, other = shared_engine(2), EndsInbox(), EndsInbox()
+    submit = shared.engine.executor.submit
+
+    def failing(step: Any) -> Any:
+        if isinstance(step, Prefill) and step.token_ids == (9, 9):
+            raise RuntimeError("a fault")
+        return submit(step)
+
+    shared.engine.executor.submit = failing
+    shared.submit([generation([9, 9])], other)
+    shared.submit([job := generation([1, 2])], mine)
+    assert shared.next(mine)[0] is job and str(other.get()[1].error) == "a fault"
+    assert list(job.completion.token_ids) == plain_continuation([1, 2], 0, 12, set())
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_job_ends_though_the_device_is_lost_that_should_release_it(is_cancelled: bool) -> None:
+    """The job is cancelled, or its text cannot be made. The error comes with the next step that is submitted."""
+    shared, inbox, job = shared_engine(1), EndsInbox(), generation([1], 90)
+    submit = shared.engine.executor.submit
+
+    def failing(step: Any) -> Any:
+        if isinstance(step, Release):
+            raise RuntimeError("the device is lost")
+        return submit(step)
+
+    def fail(result: object) -> None:
+        raise ValueError("no text")
+
+    shared.engine.executor.submit = failing
+    shared.submit([job], inbox)
+    if is_cancelled:
+        while not job.sequence.token_ids:
+            shared._run_step()
+        shared.cancel([job])
+        assert inbox.get()[1].reason == "cancelled"
+    else:
+        job.text.push = fail  # type: ignore[method-assign]
+        assert str(shared.next(inbox)[1].error) == "no text"
+    assert shared.is_idle and job.sequence.finish_reason == "cancelled"
 
 
 @pytest.mark.parametrize("row", range(5))

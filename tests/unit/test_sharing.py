@@ -334,6 +334,16 @@ def test_ctrl_c_does_not_wait_for_the_end_of_an_answer():
     check_whole(shared)
 
 
+def test_a_stream_whose_wait_was_interrupted_is_cancelled_while_somebody_holds_it():
+    shared, job = shared_engine(), generation([1], 200)
+    stream, num_steps = TextStream(shared, job), itertools.count(1)
+    shared.engine.listener = lambda step, result: signal.raise_signal(signal.SIGINT) if next(num_steps) == 9 else None
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert job.sequence.finish_reason == "cancelled" and not list(stream)
+    check_whole(shared)
+
+
 def test_a_loan_of_a_tool_is_left_to_the_tool():
     shared = shared_engine()
     loan = shared.engine.borrow(8)
