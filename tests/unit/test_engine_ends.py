@@ -112,3 +112,22 @@ def test_a_surplus_step_that_fails_is_no_error_of_an_answer_that_had_ended() -> 
             engine.advance()
     assert [token for result in engine.stream(seq) for token in result.token_ids] == answer
     assert (seq.finish_reason, seq.failure) == ("stop", None)
+
+
+def test_a_request_after_closing_is_refused_though_a_wait_was_interrupted() -> None:
+    """The interrupted step stays in flight until the engine is closed; a request must not wait for it for ever."""
+
+    class Interrupts(ScriptedExecutor):
+        def run_one(self) -> None:
+            if len(self.steps) == 4:
+                raise KeyboardInterrupt
+            super().run_one()
+
+    engine = Engine(Interrupts(ExecutorLimits(1, 64, 16)))
+    engine.add(request())
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.advance()
+    engine.close()
+    with pytest.raises(AssertionError):
+        next(engine.stream(engine.add(request())))
