@@ -1,4 +1,5 @@
-"""How the weights of a GGUF file are held: what follows from the block types of their sources."""
+"""How the weights of a GGUF file are held: what follows from the block types of their sources, and how they are read.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from cpmrt.tensor_spec import Quantization, Source, TensorSpec
+from cpmrt.dtypes import DType
+from cpmrt.errors import CheckpointError
+from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
+from cpmrt.weights.block_rows import load_blocks, unpacked_rows
 from cpmrt.weights.gguf.specs import gguf_specs
 from cpmrt.weights.mapped_file import TensorEntry
 
@@ -61,3 +66,28 @@ def test_rows_in_pairs_are_taken_in_the_order_of_the_model(head_dim: int, first:
     (spec,) = gguf_specs([weight("layers.0.qkv", "q")], checkpoint({"q": head_dim}, q="Q4_K"))
     rows = spec.sources[0].rows
     assert (rows and rows[: len(first or ())]) == first and (rows is None or sorted(rows) == list(range(ROWS)))
+
+
+@pytest.mark.parametrize("rows", [None, (2, 0, 3, 1)])
+@pytest.mark.parametrize("is_right", [True, False])
+def test_blocks_are_read_in_the_order_of_the_model_if_their_scales_are_finite(
+    rows: tuple[int, ...] | None, is_right: bool
+) -> None:
+    """Each row has two blocks of Q4_0 with the scale 1 and the codes 8 + its number."""
+    stored = np.array([[0, 0x3C, *[0x11 * (8 + row)] * 16] * 2 for row in range(4)], np.uint8)
+    if not is_right:
+        stored[2, 19] = 0x7C
+    source = Source("w", (4, 64), Packing("Q4_0", 32, True, row_bytes=36), rows)
+    entries = {"w": TensorEntry("w", "Q4_0", (4, 64), Path("model.gguf"), 0, 0)}
+    file: Any = SimpleNamespace(view=lambda name: stored, entries=entries)
+    out = np.zeros((4, 36), np.uint8)
+    spec = TensorSpec("layers.0.down", (4, 64), (source,), Quantization(4, 32, in_blocks=True))
+    if is_right:
+        load_blocks(spec, file, [out])
+        values = np.concatenate(list(unpacked_rows(source, file, DType.FLOAT32)))
+        order = list(rows or range(4))
+        assert np.array_equal(out, stored[order]) and np.array_equal(values, np.repeat(order, 64).reshape(4, 64))
+    else:
+        for read in (lambda: load_blocks(spec, file, [out]), lambda: list(unpacked_rows(source, file, DType.FLOAT32))):
+            with pytest.raises(CheckpointError, match="not finite"):
+                read()
