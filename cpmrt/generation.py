@@ -83,5 +83,5 @@ class AnswerText:
         """Return the text that was held back for a character or a stop string that never came."""
         if self._detokenizer is None:
             return ""
-        text, is_over = self._stop.push(self._detokenizer.flush())
-        return text if is_over else text + self._stop.flush()
+        text, _ = self._stop.push(self._detokenizer.flush())
+        return text + self._stop.flush()

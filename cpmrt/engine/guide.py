@@ -88,14 +88,9 @@ class Guide:
         return not self._trees and (self._mask is None or self._mask.is_filled)
 
     @property
-    def has_trees(self) -> bool:
-        """Whether steps in flight draft, so that the executor may ask for the masks of their nodes."""
-        return bool(self._trees)
-
-    @property
     def may_draft_ahead(self) -> bool:
         """Whether a tree may be submitted behind trees in flight, since no certain token is expected there."""
-        return self.has_trees and self._num_free >= _STEADY_TOKENS
+        return bool(self._trees) and self._num_free >= _STEADY_TOKENS
 
     @property
     def is_complete(self) -> bool:

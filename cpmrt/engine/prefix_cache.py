@@ -202,10 +202,8 @@ class PrefixCache:
         if self._snapshots:
             for snapshot in held.borders.values():
                 self._snapshots.give_back(snapshot)
-            held.borders.clear()
             self._snapshots.give_back(held.answer)
-            held.answer = None
-        for page in reversed(held.table):
+        for page in held.table:
             self.pool.drop(page)
         for node in reversed(held.path):
             if self._nodes.get(node.page) is node:

@@ -95,8 +95,8 @@ def awaits_mask(seq: Sequence, *, may_draft: bool, is_lending: bool, is_alone: b
     if seq.guide is None:
         return False
     will_draft = may_draft and (seq.policy is None or seq.policy.will_draft(seq.room - seq.num_in_flight))
-    if will_draft or seq.guide.has_trees:
-        return num_awaited > 0 and not (will_draft and is_alone and seq.guide.may_draft_ahead)
+    if will_draft:
+        return num_awaited > 0 and not (is_alone and seq.guide.may_draft_ahead)
     return not seq.guide.is_ready or (is_lending and seq.num_in_flight > 0)
 
 

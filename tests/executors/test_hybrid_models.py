@@ -12,7 +12,7 @@ from cpmrt import LLM
 from cpmrt.cli.main import main
 from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.errors import ConfigError, RequestError, UnsupportedModelError
-from cpmrt.executor import Decode, Speculate
+from cpmrt.executor import Decode, Release, Speculate
 from cpmrt.reference.assembly import open_executor
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -64,6 +64,19 @@ def test_the_state_behind_accepted_drafts_has_the_bits_of_plain_decoding(folder)
         ended += len(result.token_ids) > 1
         np.testing.assert_array_equal(with_draft.array("lightning_states")[:, 0], states[num_tokens])
     assert ended > 3, "nearly no draft was accepted, so nothing was tested"
+
+
+def test_a_text_is_read_from_its_beginning_whatever_state_its_slot_has(folder):
+    executor = open_with(folder)
+
+    def read():
+        return np.concatenate(list(executor.prompt_logits(0, PROMPTS[1])))
+
+    alone = read()
+    assert np.array_equal(read(), alone), "behind its own text"
+    prefill(executor, 0, PROMPTS[2], SETTINGS["greedy"])
+    executor.submit(Release(0)).wait()
+    assert np.array_equal(read(), alone)
 
 
 def test_a_neighbour_notices_nothing(folder):

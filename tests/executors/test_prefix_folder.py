@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_checkpoint import write_checkpoint
 
@@ -14,10 +15,10 @@ from cpmrt import LLM, SamplingParams
 from cpmrt.cli.conversation import Conversation
 from cpmrt.cli.local_model import LocalModel
 from cpmrt.cli.main import main
-from cpmrt.errors import ConfigError
+from cpmrt.errors import ConfigError, PrefixError
 from cpmrt.executor import Prefill
 from cpmrt.prefixes.folder import PrefixFolder
-from cpmrt.prefixes.prefix_file import PrefixWriter
+from cpmrt.prefixes.prefix_file import PrefixFile, PrefixWriter
 from cpmrt.prefixes.system_part import system_part
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0)
@@ -202,6 +203,26 @@ def test_what_was_not_used_for_the_longest_time_goes_first(tmp_path: Path) -> No
     assert folder.use(paths[0])
     folder.trim(keep=paths[1])
     assert files(tmp_path) == sorted([paths[0], paths[1]])
+
+
+@pytest.mark.parametrize(("max_bytes", "num_left"), [(30, 3), (29, 2), (9, 1)])
+def test_a_folder_may_be_full_to_the_last_byte(tmp_path: Path, max_bytes: int, num_left: int) -> None:
+    folder = PrefixFolder(tmp_path, max_bytes=max_bytes)
+    paths = [folder.path_of("f" * 64, (number,)) for number in range(3)]
+    for path in paths:
+        path.write_bytes(b"x" * 10)
+    folder.trim(keep=paths[0])
+    assert len(files(tmp_path)) == num_left and paths[0].exists()
+
+
+def test_a_prefix_that_is_refused_is_not_left_open(tmp_path: Path) -> None:
+    path, shapes = tmp_path / "a.prefix", {"keys": ((1, 4, 2), np.dtype(np.float32))}
+    with PrefixWriter(path, "f" * 64, tuple(range(64)), shapes) as writer:
+        writer.add({"keys": np.zeros((1, 1, 2), np.float32)})
+    PrefixFile.open(path, "f" * 64, shapes).close()
+    with pytest.raises(PrefixError) as refused:
+        PrefixFile.open(path, "0" * 64, shapes)
+    assert "another model" in str(refused.value) and str(path) not in Path("/proc/self/maps").read_text()
 
 
 def test_what_killed_processes_had_begun_does_not_pile_up(tmp_path: Path) -> None:

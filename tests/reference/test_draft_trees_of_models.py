@@ -88,6 +88,17 @@ def wish(method, **settings):
     return SpeculationConfig(method, (SHAPE,), **settings)
 
 
+def test_the_draft_writes_nothing_before_the_second_token(tmp_path):
+    """The draft's row for a token reads the state before it, and the first token has none."""
+    executor = open_pair(tmp_path, TARGET, DRAFT, eagle2_tensors("vllm"), wish("eagle2"))
+    executor.submit(Admit(0, Sampling(), 5, 40, ())).wait()
+    for start, num_written in ((0, 15), (16, 31)):
+        executor.submit(Prefill(0, PROMPT[start : start + 16], start, False)).wait()
+        pages = executor.read_pages(range(executor.limits.num_pages))
+        written = {name: pages[name].any(axis=(0, 2, 4)) for name in pages if name.startswith("draft.")}
+        assert written and all(np.flatnonzero(each).tolist() == list(range(num_written)) for each in written.values())
+
+
 @pytest.mark.parametrize("window", [None, 1, 6])
 def test_eagle2_under_vllm_names(tmp_path, window):
     """Trees depend on the divisor of the target's head, which decides between branches, and on all prompt chunks."""

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from cpmrt.config import Sampling
 from cpmrt.log_probabilities import log_softmax
 from cpmrt.reference.philox import gumbel, philox
-from cpmrt.reference.sampling import keep_mask, penalise, sample, token_logprobs
+from cpmrt.reference.sampling import biased, keep_mask, penalise, sample, token_logprobs
 
 VOCAB = 24
 LOGITS = arrays(np.float32, VOCAB, elements=st.floats(-30, 30, width=32))
@@ -125,6 +125,7 @@ def test_top_k_keeps_ties_at_its_border():
     logits = np.array([1.0, 2.0, 1.0, 0.0, 1.0], np.float32)
     assert keep_mask(logits, Sampling(top_k=2)).tolist() == [True, True, True, False, True]
     assert keep_mask(logits, Sampling(top_k=1)).tolist() == [False, True, False, False, False]
+    assert keep_mask(logits, Sampling(top_k=4)).tolist() == [True, True, True, False, True], "one less than there are"
     assert keep_mask(logits, Sampling(top_k=5)).all()
 
 
@@ -132,6 +133,19 @@ def test_top_p_keeps_the_token_that_reaches_it():
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     for top_p, count in ((0.4, 1), (0.6, 2), (0.79, 2), (0.9, 3), (0.99, 4), (1.0, 4), (1e-6, 1)):
         assert keep_mask(logits, Sampling(top_p=top_p)).sum() == count
+
+
+def test_top_p_takes_no_token_behind_the_one_that_reaches_it_exactly():
+    logits = np.log(np.array([1.0, 0.5, 0.5], np.float32))
+    assert np.exp(logits).tolist() == [1.0, 0.5, 0.5]
+    assert keep_mask(logits, Sampling(top_p=0.5)).tolist() == [True, False, False]
+
+
+def test_a_bias_is_added_before_the_penalties():
+    logits = np.array([2.0, 1.6, 1.0], np.float32)
+    assert biased(logits, ((0, 1.0), (2, -5.0), (3, 9.0))).tolist() == pytest.approx([3.0, 1.6, -4.0])
+    params = Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias=((0, 1.0),))
+    assert sample(logits, params, 0, 0, np.array([True, False, False]), np.zeros(3, np.int32)) == 1
 
 
 def test_top_p_counts_the_mass_that_top_k_left():

@@ -14,6 +14,7 @@ from timing import least_cpu_seconds, slowness
 from cpmrt.server.chat_text import ChatText, Message
 from cpmrt.text.markers import THINKING_PAIRS
 from cpmrt.text.thinking import open_marker
+from cpmrt.tool_use.finder import CallFinder
 from cpmrt.tool_use.formats import read_json_call, read_python_calls, read_xml_call
 
 SCHEMAS = {
@@ -118,7 +119,7 @@ def test_python_calls(text, calls):
 
 @pytest.mark.parametrize("text", [
     "", "x = 1", "f(a=__import__('os'))", "f(a=open('/etc/passwd').read())", "f(a=[1 for _ in b])", "f(*x)", "f(**x)",
-    "f(1, 2, 3, 4, 5)", "f(lambda: 1)",
+    "f(**{'a': 1})", "f(1, 2, 3, 4, 5)", "f(lambda: 1)",
     "(lambda: 1)()", "f(a=1j)", "f(a=b'x')", "f(a={1, 2})", "f(a=1" + "0" * 5000 + ")",
     "f(a=" + "(" * 500 + ")" * 500 + ")", "f(a=" + "-" * 100_000 + "1)", "f(" + "a." * 100_000 + "b)",
     "import os", "f(a={**x})", "f(a={(1, 2): 3})", "f(\x00)",
@@ -262,6 +263,14 @@ def test_a_block_that_is_no_call_is_shown():
     assert made["content"] == "<tool_call>oh</tool_call> well" and "tool_calls" not in made
 
 
+def test_white_space_behind_the_last_call_is_dropped():
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert message(list(f"so {call}\n\n"))["content"] == "so"
+    assert message(list("so \n"))["content"] == "so \n"
+
+
 def test_a_call_that_never_ends_is_given_up():
+    begun = "<tool_call>" + "x" * 2**20
+    assert CallFinder({}).push(begun) == (begun, []), "as soon as it is too long"
     text = "<tool_call>" + "x" * (2**20 + 1) + "</tool_call>y"
     assert message([text])["content"] == message([text[: 2**20], text[2**20 :]])["content"] == text

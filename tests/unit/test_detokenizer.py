@@ -75,6 +75,15 @@ def token_ids(tokenizer):
     return st.lists(st.sampled_from(known) | st.integers(0, tokenizer.vocab_size + 3), max_size=24)
 
 
+@pytest.mark.parametrize("in_prompt", range(5))
+def test_a_character_of_four_bytes_may_begin_anywhere_in_the_prompt(tmp_path, in_prompt):
+    LIBRARIES["sentencepiece"].save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.open(tmp_path)
+    ids = [tokenizer.token_id(text) for text in ("a", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "b")]
+    detokenizer = Detokenizer(tokenizer, ids[: 1 + in_prompt])
+    assert stream(detokenizer, ids[1 + in_prompt :]) == ("b" if in_prompt == 4 else "\U0001f600b")
+
+
 def stream(detokenizer, ids):
     return "".join([detokenizer.push([token_id]) for token_id in ids]) + detokenizer.flush()
 

@@ -10,6 +10,7 @@ from scripted import TREE_SHAPES, ScriptedExecutor, next_token, plain_continuati
 
 from cpmrt.config import Sampling
 from cpmrt.engine import Engine, Request
+from cpmrt.engine.checks import check_prompt
 from cpmrt.engine.step_log import StepLog, read_steps, replay
 from cpmrt.errors import ConfigError, ContextLengthError, DeviceError, RequestError
 from cpmrt.executor import Admit, Decode, ExecutorLimits, Prefill, Release
@@ -56,7 +57,10 @@ def test_every_schedule_gives_the_plain_continuation(limits, wanted, draft_seed,
     engine = Engine(executor, prefix_cache=False, adaptive=adaptive)
     sequences = [engine.add(request(p, new=n, seed=s, stop=stop)) for p, n, s, stop in wanted]
     for seq, (prompt, new, seed, stop) in reversed(list(zip(sequences, wanted, strict=True))):
-        assert tokens_of(engine, seq) == plain_continuation(prompt, seed, new, stop)
+        results = list(engine.stream(seq))
+        tokens = [token for result in results for token in result.token_ids]
+        assert tokens == plain_continuation(prompt, seed, new, stop)
+        assert [entry.token_id for result in results for entry in result.logprobs] == tokens
         assert seq.finish_reason == ("stop" if seq.token_ids[-1] in stop else "length")
     while executor.queue:
         executor.run_one()
@@ -169,6 +173,14 @@ def test_requests_that_cannot_run_are_refused_before_any_step(prompt, new, error
 def test_a_request_that_fills_the_context_exactly_runs():
     engine = Engine(ScriptedExecutor(ExecutorLimits(1, 64, 16)))
     assert len(tokens_of(engine, engine.add(request([1] * 60, new=4)))) == 4
+
+
+def test_a_prompt_that_is_only_read_may_fill_the_context():
+    check_prompt([1] * 64, 64)
+    with pytest.raises(ContextLengthError, match="65"):
+        check_prompt([1] * 65, 64)
+    with pytest.raises(RequestError, match="empty"):
+        check_prompt([], 64)
 
 
 class FailsOnce(ScriptedExecutor):

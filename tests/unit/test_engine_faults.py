@@ -84,6 +84,7 @@ class FaultyPlay(Play):
                 raise Fault("the listener")
 
         self.engine = Engine(self.executor, listen, prefix_cache=reuse)
+        self.watch()
 
     def whatever_happens(self, call, *arguments) -> None:
         try:
@@ -114,6 +115,8 @@ class FaultyPlay(Play):
         for seq in (*self.ended, *self.killed):
             tokens, reason, failure = alone(seq.request, int(bool(self.limits.certain_rows)))
             assert seq.token_ids == tokens[: len(seq.token_ids)]
+            assert seq.failure is None or seq.finish_reason == "cancelled", "an error behind the end is nobody's"
+            assert seq in self.killed or self.heard[seq] == (len(seq.token_ids), seq.finish_reason)
             is_hit = seq in self.killed or isinstance(seq.failure, (Fault, RequestError))
             if not is_hit and seq.finish_reason == "cancelled" and seq.failure is None:
                 num_cut += 1  # by an interrupt

@@ -96,6 +96,16 @@ class Play:
         self.engine = Engine(self.executor, prefix_cache=random.choice([True, "fast", False]))
         self.waiting = [drawn_request(random, number) for number in range(random.randint(1, 7))]
         self.live, self.ended, self.killed, self.loans = [], [], [], []
+        self.heard = {}
+        self.watch()
+
+    def watch(self) -> None:
+        """Note what whoever waits for a sequence finds when the engine says that there is something new."""
+
+        def note(seq) -> None:
+            self.heard[seq] = (len(seq.token_ids), seq.finish_reason)
+
+        self.engine.on_news = note
 
     @property
     def is_over(self) -> bool:
@@ -155,6 +165,7 @@ class Play:
             if seq in self.ended:
                 assert (seq.finish_reason, type(seq.failure)) == (reason, failure)
                 assert failure is not type(None) or seq.token_ids == tokens
+                assert self.heard[seq] == (len(seq.token_ids), seq.finish_reason)
             if seq.accepts is not None:
                 assert all(count >= 0 for given in seq.accepts._given for count in given)
         while self.executor.queue:

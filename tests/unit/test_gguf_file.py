@@ -236,6 +236,7 @@ def test_a_name_that_numbers_no_part_is_that_of_a_whole_model(tmp_path, end):
         ("counted", "'split.tensors.count': expected 5, as the files have, got 6"),
         ("alone", "'split.count': expected 1, got 3"),
         ("unsaid", "'split.no': expected 0, got None"),
+        ("denied", "'split.count': expected 3, got 0"),
     ],
 )
 def test_parts_that_do_not_belong_together_are_refused(tmp_path, fault, words):
@@ -251,8 +252,10 @@ def test_parts_that_do_not_belong_together_are_refused(tmp_path, fault, words):
         shutil.copy(paths[1], tmp_path / "model-00002-of-00002.gguf")
     elif fault == "alone":
         opened = paths[0].rename(tmp_path / "model.gguf")
-    elif fault == "unsaid":
-        files.good().write(paths[0])
+    elif fault in ("unsaid", "denied"):
+        content, said = files.good(), ("split.no", "split.count") if fault == "denied" else ()
+        content.keys += [(key, files.value(files.U16, 0)) for key in said]
+        content.write(paths[0])
     else:
         _rewrite(paths, fault)
     with pytest.raises(CheckpointError) as found:

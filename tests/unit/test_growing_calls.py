@@ -214,6 +214,18 @@ def test_a_number_beyond_floats_in_python_is_the_largest_float(number):
         assert joined(deltas_of(text, 3, bound=PYTHON, grows=grows))[:3] == (["write"], [expected], "")
 
 
+@pytest.mark.parametrize("form", [HERMES, PYTHON], ids=lambda form: form.start)
+@pytest.mark.parametrize("number", ["2e-3", "2.5E-4", "-12e+25", "20.0"])
+def test_a_number_is_certain_when_its_last_digit_is(form, number):
+    """What JSON says for 2e-3 is 0.002, which does not begin with 2."""
+    block = '{"name": "write", "arguments": {"count": @, "open": true}}' if form is HERMES else "write(count=@, open=1)"
+    text = block.replace("@", number)
+    (whole,) = form.read(text, SCHEMAS)
+    for end in range(len(text)):
+        for call in growing_calls(form, text[:end], SCHEMAS):
+            assert whole.arguments.startswith(call.arguments)
+
+
 def test_what_json_lacks_is_no_certain_value():
     begun = '{"name": "write", "arguments": {"x": 1, "count": Infinity}'
     assert growing_calls(HERMES, begun, SCHEMAS) == [("write", '{"x": 1')]

@@ -126,6 +126,17 @@ def test_the_tokens_that_close_a_thought_interrupt_a_loop():
         assert seq.finish_reason == "loop"
 
 
+def test_a_loop_within_a_thought_closes_it_no_earlier():
+    """The first loop raises the penalty and leaves the thought open, since its budget is not used up."""
+    with small_loops():
+        scripted.next_token = lambda tokens, seed: 9 if len(tokens) < 13 else len(tokens)
+        engine = Engine(ScriptedExecutor(ExecutorLimits(1, 128, 16)))
+        thinking = ThinkingBudget(20, lambda token_ids: (40, 41))
+        seq = engine.add(Request((1,), Sampling(), 7, (), 24, loop_repeats=3, loop_penalty=2.0, thinking=thinking))
+        tokens = [token for result in engine.stream(seq) for token in result.token_ids]
+        assert tokens == [*[9] * 12, *range(13, 21), 40, 41, 23, 24] and seq.sampling.repetition_penalty == 2.0
+
+
 @pytest.mark.parametrize("budget", [None, 12])
 def test_a_second_loop_is_counted_from_the_end_of_the_first(budget):
     """The first loop, of twelve tokens, raises the penalty, also where a thinking budget is used up with it."""

@@ -72,6 +72,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, Any], Change | None, str]] = [
     ("gptq", {}, remove(f"{Q}.qzeros"), f"1 missing: '{Q}.qzeros'"),
     ("gptq", {}, words(f"{Q}.qweight", lambda w: w.T), f"'{Q}.qweight' (expected [16, 128], got [128, 16])"),
     ("gptq", {}, words(f"{Q}.qweight", lambda w: w[:8]), f"'{Q}.qweight' (expected [16, 128], got [8, 128])"),
+    ("gptq", {}, words(f"{Q}.qweight", lambda w: np.tile(w, (2, 1))), f"'{Q}.qweight' (expected [16, 128], got [32"),
     ("gptq", {}, words(f"{Q}.qweight", lambda w: w.view(np.float32), "F32"), "(expected I32, got F32)"),
     ("gptq", {}, words(f"{Q}.scales", lambda s: s.view(np.int16), "I16"), "(expected F32 | F16 | BF16, got I16)"),
     ("gptq", {}, words(f"{Q}.qzeros", lambda z: z[:, :8]), f"'{Q}.qzeros' (expected [1, 16], got [1, 8])"),

@@ -1,8 +1,10 @@
 """Threads that share one engine, on a scripted executor: random calls, each with the answer it has alone."""
 
 import gc
+import itertools
 import os
 import random
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.errors import ClosedError
 from cpmrt.executor import ExecutorLimits
-from cpmrt.sharing.jobs import STOP, WORK, Closed, Ended, EndsInbox, Generation, Inbox, Reading
+from cpmrt.sharing.jobs import LEAD, STOP, WORK, Closed, Ended, EndsInbox, Generation, Inbox, Reading
 from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
 
@@ -229,6 +231,8 @@ def test_a_forked_process_reads_no_stream_of_its_parent(monkeypatch):
             next(streams[0])
         streams[0].close()
         assert not list(streams[0])
+        shared.close()
+    assert streams[0]._job.sequence.finish_reason is None and not shared.engine.executor.closed
     rest = [token for piece in streams[1] for token in piece.token_ids]
     assert [*first[1], *rest] == plain_continuation([5], 2, 12, set())
 
@@ -291,6 +295,53 @@ def test_a_thread_that_got_its_item_asleep_is_not_asked_to_drive():
     inbox.put((job, Ended("stop")))
     assert shared._sleep(inbox)[0] is job and not shared._sleeping
     shared._lead.release()
+
+
+def test_a_thread_does_not_sleep_where_nobody_drives():
+    """The thread that drove may leave just before another one goes to sleep, and sees no sleeper to wake."""
+    shared, inbox = shared_engine(), Inbox()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(shared._sleep(inbox)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found == [LEAD] and not shared._sleeping
+
+
+def test_the_lead_goes_on_to_another_sleeper_where_its_own_thread_has_what_it_waited_for():
+    shared, other, job = shared_engine(), Inbox(), generation([1])
+
+    class Served(Inbox):
+        def __init__(self):
+            self.is_empty = lambda: False
+
+        def get(self):
+            shared._lead.release()
+            return job, Ended("stop")
+
+    shared._lead.acquire()
+    shared._sleeping[other] = None
+    assert shared._sleep(served := Served())[0] is job and served not in shared._sleeping
+    assert other.get() is LEAD
+
+
+def test_ctrl_c_does_not_wait_for_the_end_of_an_answer():
+    shared, job = shared_engine(), generation([1], 200)
+    num_steps = itertools.count(1)
+    shared.engine.listener = lambda step, result: signal.raise_signal(signal.SIGINT) if next(num_steps) == 9 else None
+    with pytest.raises(KeyboardInterrupt):
+        shared.run([job])
+    assert len(job.sequence.token_ids) < 20 and job.sequence.finish_reason == "cancelled"
+    check_whole(shared)
+
+
+def test_a_stream_whose_wait_was_interrupted_is_cancelled_while_somebody_holds_it():
+    shared, job = shared_engine(), generation([1], 200)
+    stream, num_steps = TextStream(shared, job), itertools.count(1)
+    shared.engine.listener = lambda step, result: signal.raise_signal(signal.SIGINT) if next(num_steps) == 9 else None
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert job.sequence.finish_reason == "cancelled" and not list(stream)
+    check_whole(shared)
 
 
 def test_a_loan_of_a_tool_is_left_to_the_tool():

@@ -77,6 +77,12 @@ def test_nothing_is_shown_after_a_hit():
     assert strings.flush() == ""
 
 
+def test_what_was_held_back_for_a_stop_string_that_came_is_no_rest():
+    strings = StopStrings(("abc",))
+    assert [strings.push("xab"), strings.push("c")] == [("x", False), ("", True)]
+    assert strings.flush() == ""
+
+
 def test_long_stop_string_that_almost_matches_is_linear():
     strings = StopStrings(("a" * 20_000 + "b",))
     shown = sum(len(strings.push("a" * 100)[0]) for _ in range(600))

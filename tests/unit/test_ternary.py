@@ -28,10 +28,10 @@ from cpmrt.ops import QuantizedWeight
 from cpmrt.quantization.ternary import ternary_values
 from cpmrt.reference.assembly import ReferenceTarget
 from cpmrt.reference.quantized import dequantized
-from cpmrt.tensor_spec import Quantization
+from cpmrt.tensor_spec import Quantization, Source, TensorSpec
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.quantised import round_to_nearest
-from cpmrt.weights.ternary import is_ternary
+from cpmrt.weights.ternary import is_ternary, ternary_specs
 
 SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -237,6 +237,20 @@ def test_a_mixture_of_experts_is_not_made_ternary(tmp_path: Path, capsys: pytest
         assert main(command) == 1
         assert "mixture-of-experts layers cannot be quantised here" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("num_columns", "scale", "group_size"), [
+    (256, 0.5, 128), (192, 0.5, 64), (96, 0.5, 32), (48, 0.5, None), (256, 0.0, None),
+])  # fmt: skip
+def test_groups_are_whole_in_every_row_and_zeros_alone_are_no_sign(
+    num_columns: int, scale: float, group_size: int | None, tmp_path: Path
+) -> None:
+    values = np.random.default_rng(1).choice(np.float16([-1, 0, 1]), (8, num_columns)) * np.float16(scale)
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    spec = TensorSpec("layers.0.down", values.shape, (Source("w", values.shape),), product="residual")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        (found,) = ternary_specs([spec], checkpoint)
+    assert found.quant == (group_size and Quantization(2, group_size))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e6])

@@ -105,6 +105,14 @@ def test_names_without_a_prefix_are_left_alone(tmp_path: Path) -> None:
             assert all(name == entry.name for name, entry in checkpoint.entries.items())
 
 
+def test_a_model_that_has_its_names_is_taken_whole(tmp_path: Path) -> None:
+    """A second model beside it, under a prefix, does not take its place."""
+    tensors = {name: np.zeros((2, 2), np.float16) for name in ("model.embed_tokens.weight", "model.norm.weight")}
+    save_file(tensors | {f"llm.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert sorted(checkpoint.entries) == sorted([*tensors, *(f"llm.{name}" for name in tensors)])
+
+
 def test_the_language_models_of_v_4_and_v_4_5() -> None:
     four, four_five = ModelConfig.from_hf(MINICPM_V_4), ModelConfig.from_hf(MINICPM_V_4_5)
     assert (four.architecture, four.scale_emb, four.residual_scale) == ("LlamaForCausalLM", 1.0, 1.0)

@@ -16,7 +16,7 @@ from cpmrt import LLM, SamplingParams
 from cpmrt.config import Sampling
 from cpmrt.engine import Engine, Request, ThinkingBudget
 from cpmrt.errors import NonFiniteLogitsError, RequestError
-from cpmrt.executor import SlotResult
+from cpmrt.executor import Admit, SlotResult
 from cpmrt.text import ChatTemplate
 from cpmrt.text.thinking import closing_text, open_marker
 
@@ -131,6 +131,29 @@ def test_only_the_last_page_is_computed_again():
     prefills = [(step.position, len(step.token_ids)) for step in executor.steps if hasattr(step, "is_last")]
     assert prefills == [(0, 20), (28, 4)], "20 + 8 of 29 tokens are written"
     assert seq.stats.cached_tokens == 0, "of the prompt"
+
+
+def test_a_sequence_that_waits_behind_its_thought_goes_before_all_others():
+    """Where a sequence has a state, its slot is free while it waits; it began when it got its first slot."""
+    executor = PagedExecutor(paged_limits(max_context=64, prefill_chunk=32, max_sequences=1, num_snapshots=2))
+    engine = Engine(executor)
+    thinking = ThinkingBudget(3, lambda tokens: CLOSING)
+    first, second = (engine.add(Request((8, 9), Sampling(), seed, (), 9, thinking=thinking)) for seed in (5, 6))
+    while not first.started_at:
+        engine.advance()
+    begun = first.started_at
+    assert len(list(engine.stream(second))) > 0
+    assert [step.seed for step in executor.steps if isinstance(step, Admit)] == [5, 5, 6, 6]
+    assert first.started_at == begun
+
+
+def test_what_decode_steps_have_written_is_not_reused_behind_a_closed_thought():
+    """A prefill would round it in another way, and the next prompt must not depend on what came before."""
+    engine = Engine(PagedExecutor(paged_limits(max_context=64, prefill_chunk=32)))
+    thinking = ThinkingBudget(6, lambda tokens: CLOSING)
+    seq = engine.add(Request((8, 9, 8, 9, 8), Sampling(), 5, (), 20, thinking=thinking))
+    list(engine.stream(seq))
+    assert engine.cache.num_known(seq.all_token_ids) == 4, "the full page of the prompt"
 
 
 @pytest.mark.parametrize("budget", range(1, 9))

@@ -9,8 +9,9 @@ from drawing import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpmrt.errors import CheckpointError, CpmrtError, RequestError
+from cpmrt.errors import CheckpointError, ContextLengthError, CpmrtError, RequestError
 from cpmrt.text import Tokenizer
+from cpmrt.text.encoding import PromptLimit
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
 VOCAB = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "<|im_end|>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -135,6 +136,14 @@ def test_added_tokens_missing_from_tokenizer_json_are_added(tmp_path):
 
 def test_truncation_in_the_file_does_not_cut_prompts(tmp_path):
     assert len(Tokenizer.open(write(tmp_path)).encode("ab" * 50)) == 101
+
+
+def test_padding_in_the_file_does_not_lengthen_prompts(tmp_path):
+    padding = {
+        "strategy": {"Fixed": 16}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<unk>",
+    }  # fmt: skip
+    assert Tokenizer.open(write(tmp_path, tokenizer_json() | {"padding": padding})).encode("ab") == [1, 4, 5]
 
 
 def test_unknown_ids_add_nothing(tmp_path):
@@ -282,3 +291,16 @@ def test_minicpm_files(tmp_path):
     ids = tokenizer.encode("<|im_start|>user\n你好<|im_end|>\n")
     assert ids == [1, 73441, 3060, 5, 23523, 73440, 59320, 5]
     assert tokenizer.encode("<s>a") == tokenizer.encode("a")
+
+
+def test_a_prompt_may_be_as_long_as_its_limit(tmp_path):
+    """A text is refused unencoded only if it is too long for prompts of the longest tokens, added ones among them."""
+    limit = PromptLimit(4, longest_token=3)
+    limit.check_bytes(12)
+    limit.check_tokens(4)
+    for check, number in ((limit.check_bytes, 13), (limit.check_tokens, 5)):
+        with pytest.raises(ContextLengthError):
+            check(number)
+    content = tokenizer_json(with_bos=False)
+    content["added_tokens"].append(added(len(content["model"]["vocab"]), long := "<a token of more bytes than others>"))
+    assert len(Tokenizer.open(write(tmp_path, content)).encode(long * 4, max_tokens=4)) == 4
