@@ -18,7 +18,7 @@ _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_bytes(text: str | float) -> int:
-    """Return the number of bytes in 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary).
+    """Return the bytes of a memory budget: 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary).
 
     Raises ConfigError.
     """
@@ -26,7 +26,7 @@ def parse_bytes(text: str | float) -> int:
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", written)
     size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match and not isinstance(text, bool) else 0
     if size < 1:
-        raise ConfigError("memory size", expected="a size such as 8GiB or 512MiB", actual=quoted(text))
+        raise ConfigError("memory_budget", expected="a size such as 8GiB or 512MiB", actual=quoted(text))
     return size
 
 
