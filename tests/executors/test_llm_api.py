@@ -1,6 +1,8 @@
 """The forms of calls and their results: lists of prompts, choices, embeddings, errors for wrong arguments."""
 
+import contextlib
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -65,6 +67,20 @@ def test_progress_is_shown_on_request(llm, capsys):
     llm.generate(["a", "b"], SAMPLED, progress=True)
     out, err = capsys.readouterr()
     assert out == "" and "2/2" in err and "tok/s" in err
+
+
+def test_a_bar_that_cannot_be_shown_costs_no_answer(llm, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    closed = open(os.devnull, "w")  # noqa: SIM115
+    closed.close()
+    for file in (None, closed, open("/dev/full", "w"), open(writer, "w")):  # noqa: SIM115
+        monkeypatch.setattr(sys, "stderr", file)
+        answers = llm.generate(["a", "b"], SAMPLED, progress=True)
+        monkeypatch.undo()
+        assert len(answers) == 2
+        with contextlib.suppress(AttributeError, OSError):
+            file.close()
 
 
 @pytest.mark.parametrize(("prompts", "params", "says"), [
