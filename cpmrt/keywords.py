@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Set
-from typing import ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Set
+from typing import Any, ParamSpec, TypeVar, cast
 
 from cpmrt.errors import ArgumentError, listed, quoted
 
@@ -69,14 +69,23 @@ def checks_keywords(hints: Mapping[str, str] | None = None) -> Callable[[Callabl
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         known = inspect.signature(function).parameters.keys() - {"self"}
 
+        def check(names: Set[str]) -> None:
+            if not names <= known:
+                name = function.__qualname__.removesuffix(".__init__")
+                raise _unknown(name, min(names - known), known, hints or {})
+
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            if not kwargs.keys() <= known:
-                name = function.__qualname__.removesuffix(".__init__")
-                raise _unknown(name, min(kwargs.keys() - known), known, hints or {})
+            check(kwargs.keys())
             return function(*args, **kwargs)
 
-        return checked
+        @functools.wraps(function)
+        async def checked_in_task(*args: P.args, **kwargs: P.kwargs) -> Any:
+            check(kwargs.keys())
+            return await cast(Awaitable[Any], function(*args, **kwargs))
+
+        # Mocks and frameworks ask whether a function is to be awaited.
+        return cast(Callable[P, T], checked_in_task) if inspect.iscoroutinefunction(function) else checked
 
     return decorate
 
