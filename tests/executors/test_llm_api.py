@@ -280,6 +280,11 @@ def test_template_variables_reach_the_template(tmp_path):
             assert llm.tokenizer.decode(ids) == "hi|x|False|"
 
 
+def test_its_warnings_can_be_told_from_others(checkpoint):
+    with pytest.warns(cpmrt.CpmrtWarning, match="hf_overrides: 'rope_thetta'"):
+        LLM(checkpoint, executor="reference", hf_overrides={"rope_thetta": 1e6}).close()
+
+
 def test_what_the_package_shows(llm):
     assert set(dir(cpmrt)) == set(cpmrt.__all__) > {"LLM", "AsyncLLM", "CpmrtError", "RequestError"}
     assert all(getattr(cpmrt, name) is not None for name in cpmrt.__all__)
