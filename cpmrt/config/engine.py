@@ -80,7 +80,10 @@ class EngineConfig:
         _one_of("kv_dtype", self.kv_dtype, ("auto", FP8))
         _one_of("prefix_cache", self.prefix_cache, (True, False, KEEP_ANSWERS))
         if self.dtype != "auto":
-            DType.parse(self.dtype)
+            try:
+                DType.parse(self.dtype)
+            except ConfigError as error:
+                raise ConfigError("dtype", expected=f"auto | {error.expected}", actual=error.actual) from error
         if self.prefix_dir is not None and not (isinstance(self.prefix_dir, str) and self.prefix_dir):
             raise ConfigError("prefix_dir", expected="the name of a folder", actual=quoted(self.prefix_dir))
         if self.prefix_dir is not None and not self.prefix_cache:
