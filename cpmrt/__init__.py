@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cpmrt.async_llm import AsyncLLM, AsyncTextStream
+    from cpmrt.caller_warnings import CpmrtWarning
     from cpmrt.config import SamplingParams
     from cpmrt.engine import GenerationStats
     from cpmrt.errors import (
@@ -50,6 +51,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "CpmrtError",
+    "CpmrtWarning",
     "DeviceError",
     "FormError",
     "GenerationStats",
@@ -74,6 +76,7 @@ _MODULES = {
     "AsyncTextStream": "async_llm",
     "Call": "tool_use.calls",
     "Completion": "generation",
+    "CpmrtWarning": "caller_warnings",
     "GenerationStats": "engine",
     "Piece": "generation",
     "SamplingParams": "config",

@@ -313,7 +313,8 @@ class JobMaker:
         for index, token in enumerate(ids):
             is_integer = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
             if not is_integer or not 0 <= token < vocab:
-                fix = "pass one prompt; generate and embed take a list of them too" if isinstance(token, str) else None
+                are_several = isinstance(token, (str, list, tuple, np.ndarray))
+                fix = "pass one prompt; generate and embed take a list of them too" if are_several else None
                 expected = f"an id in [0, {vocab})"
                 raise RequestError(f"prompt: token {index}", expected=expected, actual=quoted(token), fix=fix)
         return tuple(int(token) for token in ids)

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
+from typing import Any, TextIO
 
 from cpmrt.sharing.jobs import Generation, Job
+
+
+class _Shown:
+    """A text file that drops what it cannot write, as after its terminal has gone: a bar must cost nobody an answer."""
+
+    def __init__(self, file: TextIO):
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._file.flush()
 
 
 @contextmanager
@@ -17,7 +37,8 @@ def progress_bar(total: int) -> Iterator[Callable[[Job], None]]:
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     begun, num_tokens = perf_counter(), 0
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    file: Any = None if sys.stderr is None else _Shown(sys.stderr)
+    with Progress(*columns, console=Console(stderr=True, file=file)) as bar:
         task = bar.add_task("", total=total, rate="")
 
         def note(job: Job) -> None:

@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 # ModelScope's client looks for its cache folder once in a process; the tests must not write to the user's.
-os.environ["MODELSCOPE_CACHE"] = tempfile.mkdtemp(prefix="modelscope-")
+MODELSCOPE_CACHE = tempfile.TemporaryDirectory(prefix="modelscope-")
+os.environ["MODELSCOPE_CACHE"] = MODELSCOPE_CACHE.name
 
 # No test may fail because a machine is slow or because of what is drawn: the usual profile always draws the same.
 settings.register_profile(
@@ -39,6 +40,10 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    MODELSCOPE_CACHE.cleanup()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -76,12 +77,18 @@ def open_tokenizer(name: str) -> Tokenizer:
     return Tokenizer.open(tokenizer_folder(name))
 
 
+_KEPT = tempfile.TemporaryDirectory()
+"""Holds the folders, until the process ends."""
+atexit.register(_KEPT.cleanup)
+
+
 @cache
 def tokenizer_folder(name: str) -> Path:
     """Return the folder of a tokenizer: "bundled", "minicpm3" (skip the test if it is absent) or one of MADE."""
     if name == "bundled":
         return BUNDLED
-    folder = Path(tempfile.mkdtemp())
+    folder = Path(_KEPT.name) / name
+    folder.mkdir(exist_ok=True)
     if name == "minicpm3":
         if not (DATA / "minicpm3_tokenizer.json").exists():
             pytest.skip("the real tokenizer is not there")

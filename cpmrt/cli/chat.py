@@ -29,7 +29,7 @@ from cpmrt.cli.local_model import LocalModel
 from cpmrt.cli.multiline import messages
 from cpmrt.cli.output import note, printable
 from cpmrt.cli.parser import Parser, UsageError
-from cpmrt.cli.prompt_source import decoded
+from cpmrt.cli.prompt_source import MAX_PROMPT_BYTES, checked
 from cpmrt.cli.remote import RemoteModel
 from cpmrt.server.access import check_key
 
@@ -130,6 +130,6 @@ def _typed() -> Iterator[str]:
 
 
 def _piped_lines() -> Iterator[str]:
-    """Yield the lines of standard input. Raises RequestError if one is not UTF-8."""
-    for raw in sys.stdin.buffer if sys.stdin is not None else ():
-        yield decoded(raw, "standard input")
+    """Yield the lines of standard input. Raises RequestError if one is not UTF-8, or too large for a prompt."""
+    while sys.stdin is not None and (raw := sys.stdin.buffer.readline(MAX_PROMPT_BYTES + 1)):
+        yield checked(raw, "standard input")

@@ -20,7 +20,7 @@ def memory_size(text: str) -> int:
     try:
         return parse_bytes(text)
     except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"expected {error.expected}, got {error.actual}") from error
 
 
 def json_object(text: str) -> dict[str, Any]:

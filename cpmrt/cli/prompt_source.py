@@ -58,16 +58,17 @@ def _read_file(path: Path) -> str:
             raw = file.read(MAX_PROMPT_BYTES + 1)
     except (OSError, ValueError) as error:
         raise RequestError(f"prompt file {path} cannot be read: {reason_of(error)}") from error
-    return _checked(raw, f"prompt file {path}")
+    return checked(raw, f"prompt file {path}")
 
 
 def _read_stdin() -> str:
     if sys.stdin is None:
         return ""
-    return _checked(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "standard input")
+    return checked(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "standard input")
 
 
-def _checked(raw: bytes, source: str) -> str:
+def checked(raw: bytes, source: str) -> str:
+    """Return bytes, of which one more than MAX_PROMPT_BYTES was asked for, as text. Raises RequestError."""
     if len(raw) > MAX_PROMPT_BYTES:
         raise RequestError(f"{source} is too large for a prompt", expected=f"at most {MAX_PROMPT_BYTES} bytes")
     return decoded(raw, source)

@@ -18,7 +18,7 @@ _UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_bytes(text: str | float) -> int:
-    """Return the number of bytes in 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary).
+    """Return the bytes of a memory budget: 8589934592, "8GiB", "8 GB" or "512MiB" (K, M and G alone are binary).
 
     Raises ConfigError.
     """
@@ -26,7 +26,7 @@ def parse_bytes(text: str | float) -> int:
     match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", written)
     size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match and not isinstance(text, bool) else 0
     if size < 1:
-        raise ConfigError("memory size", expected="a size such as 8GiB or 512MiB", actual=quoted(text))
+        raise ConfigError("memory_budget", expected="a size such as 8GiB or 512MiB", actual=quoted(text))
     return size
 
 
@@ -80,7 +80,10 @@ class EngineConfig:
         _one_of("kv_dtype", self.kv_dtype, ("auto", FP8))
         _one_of("prefix_cache", self.prefix_cache, (True, False, KEEP_ANSWERS))
         if self.dtype != "auto":
-            DType.parse(self.dtype)
+            try:
+                DType.parse(self.dtype)
+            except ConfigError as error:
+                raise ConfigError("dtype", expected=f"auto | {error.expected}", actual=error.actual) from error
         if self.prefix_dir is not None and not (isinstance(self.prefix_dir, str) and self.prefix_dir):
             raise ConfigError("prefix_dir", expected="the name of a folder", actual=quoted(self.prefix_dir))
         if self.prefix_dir is not None and not self.prefix_cache:

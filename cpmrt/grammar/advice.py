@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _FIXES = {
     "too many expressions": "repeat less often (as in {1,1000}), or name fewer alternatives",
+    "(grammar) too big": "name fewer alternatives, or shorter ones",
     "items; max is": "name fewer optional properties, or fewer alternatives at one place",
 }
 """A part of an error of llguidance -> what to change."""

@@ -193,4 +193,4 @@ class Prefixes:
 def _as_path(path: object) -> Path:
     if not isinstance(path, (str, Path)) or not str(path):
         raise PrefixError("the path of a prefix", expected="a string or a Path", actual=quoted(path))
-    return Path(path)
+    return Path(os.path.expanduser(path))

@@ -146,7 +146,7 @@ class SharedEngine:
                     message = inbox.get()
                 elif not self._drive(lambda: self.is_idle or not inbox.is_empty()):
                     message = self._sleep(inbox)
-            except Exception as error:
+            except BaseException as error:  # a listener's SystemExit too: without this thread everybody waits for ever
                 _log.error("a step failed: %s", error, exc_info=None if isinstance(error, CpmrtError) else error)
 
     def close(self) -> None:

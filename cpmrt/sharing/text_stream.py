@@ -38,8 +38,10 @@ class TextStream(Iterator[Piece]):
                 raise StopIteration
             try:
                 _, part = self._shared.next(self._inbox)
-            except BaseException:
+            except BaseException as error:
                 self.close()
+                if isinstance(error, StopIteration):  # it would end a loop over the stream as a whole answer does
+                    raise RuntimeError("a listener raised StopIteration") from error
                 raise
             self._job.read(part)
             if isinstance(part, Ended):

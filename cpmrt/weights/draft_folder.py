@@ -81,7 +81,7 @@ def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
     """
     within = target / draft
     if not os.path.exists(os.path.expanduser(draft)):
-        if draft and within.is_dir():
+        if draft and os.path.isdir(within):  # not Path's, which raises for a name that is too long
             return within
         if hub.looks_like_path(draft) or ("/" not in draft and ":" not in draft):
             raise CheckpointError(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cpmrt.config import ModelConfig, SamplingDefaults, SparseSetting, with_sparse_setting
-from cpmrt.errors import CheckpointError, listed, quoted
+from cpmrt.errors import CheckpointError, listed, quoted, reason_of
 from cpmrt.weights import hub
 from cpmrt.weights.gguf.names import is_gguf
 from cpmrt.weights.hub import BUNDLED
@@ -92,6 +92,8 @@ def check_kind(path: Path) -> None:
             f"you have no permission to read the folder {path}", expected=f"one that user {os.geteuid()} may read",
             actual=f"one of user {path.stat().st_uid}", fix=f"let its owner run: chmod -R a+rX {path}",
         ) from error  # fmt: skip
+    except OSError as error:
+        raise CheckpointError(f"the folder {path} cannot be read: {reason_of(error)}") from error
     if is_there(path / "adapter_config.json") and not is_there(path / "config.json"):
         base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
         raise CheckpointError(

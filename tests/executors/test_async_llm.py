@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import os
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import AsyncMock, create_autospec
 
 import numpy as np
 import pytest
@@ -324,3 +326,10 @@ def test_a_device_that_fails_to_close_leaves_no_thread(llm, monkeypatch):
         return fast._thread
 
     assert not asyncio.run(run()).is_alive()
+
+
+def test_its_methods_are_known_to_be_awaited():
+    for name in ("generate", "chat", "logits", "score", "embed", "close"):
+        assert inspect.iscoroutinefunction(getattr(AsyncLLM, name))
+    assert not inspect.iscoroutinefunction(AsyncLLM.stream)
+    assert isinstance(create_autospec(AsyncLLM).generate, AsyncMock)

@@ -1,6 +1,8 @@
 """The forms of calls and their results: lists of prompts, choices, embeddings, errors for wrong arguments."""
 
+import contextlib
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -65,6 +67,20 @@ def test_progress_is_shown_on_request(llm, capsys):
     llm.generate(["a", "b"], SAMPLED, progress=True)
     out, err = capsys.readouterr()
     assert out == "" and "2/2" in err and "tok/s" in err
+
+
+def test_a_bar_that_cannot_be_shown_costs_no_answer(llm, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    closed = open(os.devnull, "w")  # noqa: SIM115
+    closed.close()
+    for file in (None, closed, open("/dev/full", "w"), open(writer, "w")):  # noqa: SIM115
+        monkeypatch.setattr(sys, "stderr", file)
+        answers = llm.generate(["a", "b"], SAMPLED, progress=True)
+        monkeypatch.undo()
+        assert len(answers) == 2
+        with contextlib.suppress(AttributeError, OSError):
+            file.close()
 
 
 @pytest.mark.parametrize(("prompts", "params", "says"), [
@@ -188,6 +204,9 @@ def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint,
      r"SamplingParams.logit_bias: expected ids in \[0, \d+\), got 1000000"),
     (lambda llm: llm.score("x" * 300), ContextLengthError, "at most 256"),
     (lambda llm: llm.generate(b"abc"), RequestError, r"got bytes; decode it: prompt.decode\(\)"),
+    (lambda llm: llm.generate(np.array([[1, 2]])), RequestError, r"token 0: .* got \[1, 2\]; pass one prompt"),
+    (lambda llm: llm.score([[1, 2]]), RequestError, r"token 0: .* got \[1, 2\]; pass one prompt"),
+    (lambda llm: llm.stream([np.array([1, 2])]), RequestError, "token 0: .*; pass one prompt"),
     (lambda llm: llm.generate(bytearray(b"abc")), RequestError, "got bytearray"),
     (lambda llm: llm.chat([HI, HI], [SAMPLED, {"temperature": 1}]), RequestError,
      r"prompts\[1\]: params: expected SamplingParams, got dict"),
@@ -210,6 +229,20 @@ def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint,
     (lambda llm: LLM(excutor="reference"), ArgumentError,
      "LLM: there is no argument 'excutor'; did you mean executor?"),
     (lambda llm: SamplingParams(max_tokens=5), ArgumentError, "did you mean max_new_tokens?"),
+    (lambda llm: SamplingParams(guided_json={}), ArgumentError, "did you mean json_schema?"),
+    (lambda llm: SamplingParams(guided_choice=["a"]), ArgumentError, "did you mean choices?"),
+    (lambda llm: SamplingParams(num_return_sequences=2), ArgumentError, "did you mean n?"),
+    (lambda llm: SamplingParams(prompt_logprobs=1), ArgumentError, r"use llm.score\(prompt\)"),
+    (lambda llm: SamplingParams(do_sample=False), ArgumentError, "temperature=0"),
+    (lambda llm: SamplingParams(structured_outputs={}), ArgumentError, "json_schema=, regex=, grammar= or choices="),
+    (lambda llm: LLM(n_gpu_layers=-1), ArgumentError, "leave it out"),
+    (lambda llm: LLM(trust_remote_code=True), ArgumentError, "leave it out"),
+    (lambda llm: LLM(tensor_parallel_size=2), ArgumentError, "a process for each"),
+    (lambda llm: LLM(n_batch=64), ArgumentError, "did you mean prefill_chunk?"),
+    (lambda llm: LLM(sampling_params=1), ArgumentError, "pass it to generate, stream or chat"),
+    (lambda llm: LLM(params=1), ArgumentError, "pass it to generate, stream or chat"),
+    (lambda llm: LLM(n_threads=4), ArgumentError, "'n_threads': expected cuda_graphs"),
+    (lambda llm: SamplingParams(max_completion_tokens=1), ArgumentError, "did you mean max_new_tokens?"),
     (lambda llm: SamplingParams(temprature=5), ArgumentError, "did you mean temperature?"),
     (lambda llm: SamplingParams(n=0), RequestError, "SamplingParams.n"),
     (lambda llm: SamplingParams(max_new_tokens=2**31), RequestError, "from 1 to 2147483647, or none for as many"),
@@ -217,10 +250,13 @@ def test_embeddings_do_not_depend_on_chunks_and_have_length_one(llm, checkpoint,
     (lambda llm: LLM(5), ConfigError, "model: expected a folder or a hub id, got 5"),
     (lambda llm: LLM(b"folder"), ConfigError, "model: expected a folder or a hub id"),
     (lambda llm: LLM(executor=3), ConfigError, "executor"),
+    (lambda llm: LLM(dtype=None), ConfigError, r"^dtype: expected auto \| float32 \| .* got None"),
     (lambda llm: LLM(draft=3), ConfigError, "draft"),
     (lambda llm: LLM(draft=""), CheckpointError, "draft '': expected an existing folder or a hub id"),
     (lambda llm: LLM(draft="/absent"), CheckpointError, "draft '/absent': expected an existing folder or a hub id"),
     (lambda llm: LLM(draft="./absent/one"), CheckpointError, "draft './absent/one': expected an existing folder"),
+    (lambda llm: LLM(draft="x" * 300), CheckpointError, "draft 'x.*': expected an existing folder or a hub id"),
+    (lambda llm: LLM(memory_budget="5 TB"), ConfigError, "^memory_budget: expected a size such as 8GiB"),
     (lambda llm: LLM(on_step=7), ConfigError, "on_step: expected a function of a step and its result, got 7"),
     (lambda llm: LLM(cuda_graphs="no"), ConfigError, r"cuda_graphs: expected True \| False, got 'no'"),
     (lambda llm: pickle.dumps(llm), CpmrtError, "an LLM cannot be pickled or copied"),
@@ -243,6 +279,11 @@ def test_template_variables_reach_the_template(tmp_path):
         for extra, thinking in (({"mood": "x", "enable_thinking": 0}, None), ({"mood": "x"}, False)):
             ids = llm.chat_prompt(HI, template_kwargs=extra, enable_thinking=thinking)
             assert llm.tokenizer.decode(ids) == "hi|x|False|"
+
+
+def test_its_warnings_can_be_told_from_others(checkpoint):
+    with pytest.warns(cpmrt.CpmrtWarning, match="hf_overrides: 'rope_thetta'"):
+        LLM(checkpoint, executor="reference", hf_overrides={"rope_thetta": 1e6}).close()
 
 
 def test_what_the_package_shows(llm):

@@ -197,6 +197,14 @@ def test_a_path_that_is_none_is_an_error_of_its_own(folder: Path, path: Any) -> 
                 call()
 
 
+def test_a_tilde_is_the_home_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(folder)
+    with open_model(folder) as llm:
+        assert llm.save_prefix("~/x.prefix", IDS[:100]) == 64
+        assert (tmp_path / "x.prefix").is_file() and llm.load_prefix(Path("~/x.prefix")) == 64
+
+
 def test_nothing_is_there_before_all_is(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_model(folder) as llm:
         read_pages, calls = llm.executor.read_pages, list[Any]()

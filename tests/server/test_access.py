@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from inspect import signature
+from pathlib import Path
 
 import httpx
 import pytest
@@ -57,6 +58,17 @@ def test_keys_of_a_file(tmp_path):
         path.unlink() if text is None else path.write_text(text)
         with pytest.raises(ConfigError, match="--api-key-file"):
             read_keys(path)
+
+
+def test_a_file_without_end_is_no_file_of_keys():
+    with pytest.raises(ConfigError, match="--api-key-file /dev/zero is too large: expected at most 1048576 bytes"):
+        read_keys(Path("/dev/zero"))
+
+
+def test_an_error_of_the_file_names_it_once(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        read_keys(tmp_path / "absent")
+    assert str(caught.value) == f"--api-key-file {tmp_path}/absent cannot be read: No such file or directory"
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):

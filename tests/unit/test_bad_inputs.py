@@ -217,7 +217,7 @@ def test_there_are_as_many_as_were_asked_for() -> None:
         ({"model": "org/x", "revision": "v1"}, "org/x at revision 'v1' is not in the local cache"),
         ({"model": "modelscope:x"}, HUB_ID),
         ({"revision": "v1"}, "the bundled model has no revision"),
-        ({"memory_budget": "8 potatoes", "executor": "reference"}, "memory size: expected a size such as 8GiB"),
+        ({"memory_budget": "8 potatoes", "executor": "reference"}, "memory_budget: expected a size such as 8GiB"),
         ({"memory_budget": "0GiB", "executor": "reference"}, "a size such as 8GiB"),
         ({"memory_budget": 0.9, "executor": "reference"}, "expected a size such as 8GiB or 512MiB, got 0.9"),
         ({"memory_budget": -1, "executor": "reference"}, "memory_budget: expected an integer"),

@@ -323,9 +323,10 @@ def test_fit_drops_no_more_than_it_must(checkpoint):
             model.open(conversation, "y" * 300)
 
 
-def test_input_that_is_not_text(chat, capsys):
-    assert chat(b"one\n\xff\xfe\n", *SAMPLING) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("cpmrt: error: standard input is not UTF-8")
+@pytest.mark.parametrize(("line", "says"), [(b"\xff\xfe", "is not UTF-8"), (b"x" * 2**26 + b"yz", "is too large")])
+def test_input_that_is_no_message(chat, capsys, line, says):
+    assert chat(b"one\n" + line + b"\n", *SAMPLING) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"cpmrt: error: standard input {says}")
 
 
 def test_a_stop_between_prompt_chunks_leaves_the_engine_whole(checkpoint):

@@ -12,7 +12,7 @@ from tiny_checkpoint import write_checkpoint
 
 from cpmrt.errors import CheckpointError
 from cpmrt.text import ChatTemplate, Tokenizer
-from cpmrt.weights import safetensors
+from cpmrt.weights import hub, safetensors
 from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.files import open_file, read_file
 from cpmrt.weights.model_files import read_json, read_json_if_there
@@ -63,6 +63,14 @@ def test_a_name_that_is_no_text_can_be_shown(tmp_path):
     with pytest.raises(CheckpointError) as caught:
         ModelFolder.open(folder)
     assert r"\udcff/config.json does not exist" in str(caught.value).encode().decode()
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    packed = tmp_path / "app.pyz"  # a program in one file holds the package, but no folder that can be read
+    packed.write_bytes(b"PK")
+    monkeypatch.setattr(hub, "BUNDLED", packed / "demo")
+    with pytest.raises(CheckpointError, match=r"the folder .*/app\.pyz/demo cannot be read: Not a directory"):
+        ModelFolder.open(None)
 
 
 @pytest.mark.skipif(not FAILING.exists(), reason="needs /proc")

@@ -19,6 +19,7 @@ def llm():
 
 @pytest.mark.parametrize(("form", "fix"), [
     ({"regex": "a{100000}"}, "repeat less often"),
+    ({"choices": [str(number) for number in range(20000)]}, "name fewer alternatives, or shorter ones"),
     ({"json_schema": OPTIONAL}, "fewer optional properties"),
 ])  # fmt: skip
 def test_what_fails_at_the_first_tokens_is_refused_before(llm, form, fix):
