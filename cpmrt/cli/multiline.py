@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from cpmrt.cli.prompt_source import MAX_PROMPT_BYTES
+from cpmrt.errors import RequestError
+
 QUOTES = '"""'
 
 
@@ -23,16 +26,26 @@ def unquoted(text: str) -> str:
     return start.removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
 
 
-def messages(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the messages that these lines form. The last message ends with the lines, even if it is still open."""
-    begun: str | None = None
+def messages(lines: Iterable[str], limit: int = MAX_PROMPT_BYTES) -> Iterator[str]:
+    """Yield the messages that these lines form. The last message ends with the lines, even if it is still open.
+
+    Raises RequestError for a message of more than `limit` characters.
+    """
+    begun, size, is_quoted, is_blank = list[str](), 0, False, True
     for line in lines:
         line = line.removesuffix("\n").removesuffix("\r")
-        begun = line if begun is None else f"{begun}\n{line}"
-        if not is_open(begun):
-            yield unquoted(begun)
-            begun = None
-        elif not begun.lstrip().startswith(QUOTES):
-            begun = begun.removesuffix("\\")
-    if begun is not None:
-        yield unquoted(begun)
+        if is_blank:
+            is_quoted, is_blank = line.lstrip().startswith(QUOTES), not line.strip().removesuffix("\\")
+        begun.append(line)
+        size += len(line) + 1
+        if size - 1 > limit:
+            raise RequestError("a message is too large for a prompt", expected=f"at most {limit} characters")
+        # A message may have a million lines: it is put together only where it can end.
+        may_end = line.rstrip().endswith(QUOTES) if is_quoted else not line.endswith("\\")
+        if may_end and not is_open(text := "\n".join(begun)):
+            yield unquoted(text)
+            begun, size, is_blank = [], 0, True
+        elif not is_quoted:
+            begun[-1] = line.removesuffix("\\")
+    if begun:
+        yield unquoted("\n".join(begun))
