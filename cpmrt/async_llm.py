@@ -276,6 +276,10 @@ class AsyncTextStream(AsyncIterator[Piece]):
         if self._job is not None:
             self._cancel()
 
+    async def aclose(self) -> None:
+        """Close the stream, for `contextlib.aclosing` and whatever else takes it for an asynchronous generator."""
+        self.close()
+
     @property
     def completion(self) -> Completion:
         """The answer as far as it has been read; its `finish_reason` is "cancelled" until the end has been read."""

@@ -31,7 +31,7 @@ def with_speculation(
 
     `folder` is that of the model to draft for. Raises ConfigError, and CheckpointError if the draft is not there.
     """
-    name = None if draft is None else str(draft)
+    name = None if draft is None else _name_of(draft)
     has_weights = settings.load_format != "dummy"
 
     def method(inner: str | None) -> str:
@@ -42,6 +42,12 @@ def with_speculation(
     wish = read_speculation(name, speculate, method)
     needs_files = wish is not None and wish.method != LOOKUP
     return replace(settings, draft=name if needs_files else None, speculation=wish)
+
+
+def _name_of(draft: str | Path) -> str:
+    """Return the name of a draft: that of a Path in words that mean no repository."""
+    name = str(draft)
+    return f"./{name}" if isinstance(draft, Path) and "/" in name and not hub.looks_like_path(name) else name
 
 
 @dataclass(frozen=True)

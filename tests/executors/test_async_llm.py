@@ -1,6 +1,7 @@
 """An LLM on an event loop gives the answers of a blocking one, many at a time, and leaves nothing behind."""
 
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
@@ -185,6 +186,17 @@ def test_a_cancelled_task_and_a_left_stream_free_their_slots(llm):
             assert (await fast.generate("abc", SAMPLED)).finish_reason == "length"
 
     asyncio.run(run())
+
+
+def test_a_stream_is_closed_as_a_generator_is(llm):
+    async def read():
+        serving = AsyncLLM(llm)
+        async with contextlib.aclosing(serving.stream("one", LONG)) as stream:
+            await anext(stream)
+        await until(lambda: llm.shared.is_idle)
+        return [piece async for piece in stream], stream.completion.finish_reason
+
+    assert asyncio.run(asyncio.wait_for(read(), 30)) == ([], "cancelled")
 
 
 def test_tasks_that_read_one_stream_get_each_piece_once(llm):

@@ -24,10 +24,10 @@ from draft_training.files import (
     write_draft,
 )
 
-from cpmrt.config import SpeculationConfig, TreeShape
+from cpmrt.config import EngineConfig, SpeculationConfig, TreeShape
 from cpmrt.dtypes import DType, round_to
 from cpmrt.errors import CheckpointError, ConfigError
-from cpmrt.weights.draft_folder import DraftFolder
+from cpmrt.weights.draft_folder import DraftFolder, with_speculation
 from cpmrt.weights.hub import BUNDLED
 from cpmrt.weights.model_folder import ModelFolder
 
@@ -170,3 +170,14 @@ def test_bundled_drafts_take_at_most_four_megabytes():
     files = [path for method in BUNDLED_METHODS for path in (BUNDLED / method).rglob("*") if path.is_file()]
     assert len(files) == 4
     assert sum(path.stat().st_size for path in files) <= 4_000_000
+
+
+def test_a_path_is_never_a_repository(target, monkeypatch, tmp_path):
+    monkeypatch.setattr("cpmrt.weights.hub.find", lambda *_, **__: pytest.fail("it asked for a repository"))
+    with pytest.raises(CheckpointError, match="an existing folder"):
+        with_speculation(EngineConfig(), target, Path("org/name"))
+    config, tensors, ids = drafted("eagle2")
+    write_draft(tmp_path / "org" / "name", config, target, tensors, ids)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert with_speculation(EngineConfig(), target, Path("org/name")).speculation.method == "eagle2"
