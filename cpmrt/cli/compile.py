@@ -59,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--sms needs --arch; see cpmrt compile --help")
     settings = options.engine_config(args)
     for device in [known_device(arch, args.sms) for arch in args.arch or ()] or [_this_gpu()]:
-        before, started = set(cubin_cache.folder().glob("*.cubin")), time.monotonic()
+        before, started = cubin_cache.cubins(), time.monotonic()
         wanted = _wanted(_models(args, settings, device), device, all_known=not (args.shape or args.model))
         paths = {path for dtype, modules in wanted for path in compile_all(device.arch, dtype, modules, must_last=True)}
         seconds = time.monotonic() - started
         write(
             f"{device.arch}, {device.num_sms} multiprocessors ({printable(device.name)}): "
-            f"{len(paths)} modules, {len(paths - before)} compiled now, {seconds:.1f} s\n"
+            f"{len(paths)} modules, {len(paths - before.keys())} compiled now, {seconds:.1f} s\n"
         )
     write(f"in {cubin_cache.folder()}\n")
     return 0

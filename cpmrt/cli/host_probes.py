@@ -187,6 +187,6 @@ def kernel_sources() -> Finding:
 
 def compiled_kernels() -> Finding:
     """Report the compiled kernels; that there are none is no fault."""
-    sizes = [path.stat().st_size for path in cubin_cache.folder().glob("*.cubin")]
+    sizes = cubin_cache.cubins().values()
     found = f"{len(sizes)} modules, {format_bytes(sum(sizes))}" if sizes else "none yet; `cpmrt compile` makes them"
     return Finding("compiled kernels", Status.OK, f"{found}, in {cubin_cache.folder()}")

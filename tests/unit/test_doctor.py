@@ -114,6 +114,12 @@ def test_cache_folder(monkeypatch, tmp_path):
     assert blocked.status is Status.MISSING and "CPMRT_CACHE_DIR" in blocked.fix
 
 
+def test_a_cache_folder_with_a_name_that_no_file_can_have(monkeypatch, tmp_path):
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path / ("x" * 300)))
+    assert "too long" in host_probes.cache_folder().found
+    assert "none yet" in host_probes.compiled_kernels().found
+
+
 def test_a_user_without_a_home(monkeypatch, capsys):
     """A user without a home, as in a container that does not know its user id, gets the folders that HOME=/ gives."""
     for name in ("HOME", "CPMRT_CACHE_DIR", "CPMRT_STATE_DIR", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "XDG_STATE_HOME"):

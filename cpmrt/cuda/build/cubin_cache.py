@@ -99,6 +99,13 @@ def folder() -> Path:
     return _folders()[0]
 
 
+def cubins() -> dict[Path, int]:
+    """Return the bytes of each cubin that is kept; those of a folder that cannot be read are none."""
+    with suppress(OSError), os.scandir(folder()) as entries:
+        return {Path(entry): entry.stat().st_size for entry in entries if entry.name.endswith(f".{CUBIN}")}
+    return {}
+
+
 def _folders() -> tuple[Path, ...]:
     """Return the folders to look for cubins in. New ones go to the first; a second one cannot be written."""
     configured = _lasting_folder()
