@@ -204,12 +204,14 @@ def _checked_quantization(
 
 def _tokenizer(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        tokenizer = Tokenizer.open(path)
+        tokenizer, template = Tokenizer.open(path), ChatTemplate.open(path)
+        if template is not None:
+            template.check()
         return {
             "vocab_size": tokenizer.vocab_size,
             "bos": tokenizer.bos_token_id,
             "eos": list(tokenizer.eos_token_ids),
-            "chat_template": ChatTemplate.open(path) is not None,
+            "chat_template": template is not None,
         }
     except CpmrtError as error:
         problems.append(str(error))

@@ -91,11 +91,23 @@ def run(args: argparse.Namespace) -> int:
     listener = bind(settings)
     note(f"cpmrt: listening on {address_of(listener, settings)}; loading {settings.model_name}")
     with _log_to_stderr(is_quiet=args.quiet):
-        ending = serve(settings, lambda: LLM(**options.llm_arguments(args)), listener)
+        ending = serve(settings, lambda: _open(args), listener)
     code = EXIT_INTERRUPTED if ending.signal_number == signal.SIGINT else 0
     if not ending.is_complete:
         os._exit(code)  # a thread still loads a model, or waits for a dead device: only this ends it
     return code
+
+
+def _open(args: argparse.Namespace) -> LLM:
+    """Open the model. A template that cannot be compiled ends the command now, and not the first chat."""
+    llm = LLM(**options.llm_arguments(args))
+    try:
+        if llm.chat_template is not None:
+            llm.chat_template.check()
+    except BaseException:
+        llm.close()
+        raise
+    return llm
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

@@ -9,46 +9,38 @@ caller's objects, only checked copies that consist of JSON types.
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Collection, Mapping
-from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from jinja2 import Template
-from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError, UndefinedError
-
-from cpmrt.errors import CheckpointError, RequestError, quoted
+from cpmrt.errors import CheckpointError, quoted
 from cpmrt.text.marks import MarkedText, Marks
-from cpmrt.text.messages import checked_messages, checked_tools, marked_variables, other_forms, plain
+from cpmrt.text.messages import checked_messages, checked_tools, marked_variables, plain
 from cpmrt.text.special_tokens import CONFIG_FILE, read_optional, read_special_tokens
-from cpmrt.text.template_sandbox import ChatEnvironment
 from cpmrt.weights.model_files import is_there, read_file
-from cpmrt.yielding_json import encoded
+
+if TYPE_CHECKING:
+    from cpmrt.text.compiled_templates import CompiledTemplates
 
 KEY = "chat_template"
 ADDITIONAL = "additional_chat_templates"
 MAX_TEMPLATE_BYTES = 2**20
 
 
-class RefusedError(TemplateError):
-    """A template has called `raise_exception`: it cannot render these messages."""
-
-
 class ChatTemplate:
-    """The chat template of a checkpoint, compiled once. `ChatTemplate.open` makes it."""
+    """The chat template of a checkpoint. `ChatTemplate.open` makes it.
+
+    It is compiled when it is first needed: a model that only continues texts starts without Jinja.
+    """
 
     def __init__(self, templates: Mapping[str, str], path: Path, special_tokens: Mapping[str, object]):
         if "default" not in templates:
             raise CheckpointError(f"{path}: {KEY}", expected='one named "default"', actual=quoted(sorted(templates)))
-        self._path, self._special_tokens = path, dict(special_tokens)
-        self._environment = ChatEnvironment()
-        self._environment.set_filter("tojson", _to_json)
-        self._environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._path, self._named, self._special_tokens = path, dict(templates), dict(special_tokens)
         self.source = templates["default"]
         """The template of requests without tools, as its author wrote it."""
         self._sources = list(templates.values())
-        self._templates = {name: self._compile(source) for name, source in templates.items()}
         self.takes_tools = any(re.search(r"\btools\b", source) for source in templates.values())
         """Whether any of the templates mentions `tools`, so that a prompt can show tools at all."""
 
@@ -61,10 +53,21 @@ class ChatTemplate:
     def open(cls, folder: Path) -> ChatTemplate | None:
         """Open the template in a checkpoint folder; None if it has none.
 
-        Raises CheckpointError as `read_templates` does, also naming the line where a template cannot be compiled.
+        Raises CheckpointError as `read_templates` does.
         """
         found = read_templates(folder)
         return None if found is None else cls(*found, read_special_tokens(folder))
+
+    def check(self) -> None:
+        """Compile the templates now. Raises CheckpointError with the line where that is not possible, as `render` would
+        do."""
+        _ = self._compiled
+
+    @cached_property
+    def _compiled(self) -> CompiledTemplates:
+        from cpmrt.text.compiled_templates import CompiledTemplates
+
+        return CompiledTemplates(self._named, self._path)
 
     def render(
         self,
@@ -80,7 +83,7 @@ class ChatTemplate:
         `tools` are JSON schema functions (dicts). With `enable_thinking` None the variable is undefined, so that the
         template's own default holds. Other keyword arguments become variables of the template.
         Raises RequestError if the messages are malformed or the template does not take them, CheckpointError if
-        the template does something that templates may not do (`template_sandbox`).
+        the template cannot be compiled or does something that templates may not do (`template_sandbox`).
         """
         options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "enable_thinking": enable_thinking}
         return self.render_marked(messages, (), **{**kwargs, **options}).text
@@ -111,62 +114,7 @@ class ChatTemplate:
         if enable_thinking is not None:
             variables["enable_thinking"] = bool(enable_thinking)
         marks = Marks(control_tokens, [variables, *self._sources]) if control_tokens else None
-        return MarkedText(self._rendered(marked_variables(variables, marks), marks), marks)
-
-    def _rendered(self, variables: dict[str, object], marks: Marks | None) -> str:
-        name = "tool_use" if variables["tools"] and "tool_use" in self._templates else "default"
-        self._environment.current.marks = marks
-        try:
-            return self._run(self._templates[name], variables)
-        except Exception as error:
-            self._explain(error)
-        finally:
-            self._environment.current.marks = None
-
-    def _run(self, template: Template, variables: dict[str, object]) -> str:
-        """Return what the template writes. If it fails on the messages as they are, try them in `other_forms`."""
-        others = other_forms(variables["messages"])
-        while True:
-            try:
-                return self._run_once(template, variables)
-            except (UndefinedError, TypeError):
-                if (messages := next(others, None)) is None:
-                    raise
-            variables = variables | {"messages": messages}
-
-    def _run_once(self, template: Template, variables: dict[str, object]) -> str:
-        allowance = self._environment.allowance
-        allowance.start(variables)
-        pieces: list[str] = []
-        for piece in template.generate(variables):
-            allowance.spend(len(piece))
-            pieces.append(piece)
-        return "".join(pieces)
-
-    def _compile(self, source: str) -> Template:
-        try:
-            code = self._environment.compile(source, filename=str(self._path))
-            return Template.from_code(self._environment, code, self._environment.make_globals(None))
-        except TemplateSyntaxError as error:
-            raise CheckpointError(f"{self._path}, line {error.lineno} of the template: {error.message}") from error
-        except Exception as error:  # Python's compiler may refuse what Jinja has accepted
-            raise CheckpointError(f"{self._path}: the template cannot be compiled: {_reason(error)}") from error
-
-    def _explain(self, error: Exception) -> NoReturn:
-        """Raise the error that says whether the messages or the template are at fault, with the template's line."""
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(self._path)]
-        line = f", line {lines[-1]} of the template" if lines else ""
-        if isinstance(error, RefusedError):
-            said = self._environment.unmarked(error.message)
-            raise RequestError(f"the chat template refuses the messages: {said}") from error
-        if isinstance(error, (SecurityError, RecursionError, MemoryError)):
-            raise CheckpointError(f"{self._path}{line}: a chat template may not do this: {_reason(error)}") from error
-        # Without the folder, since a server tells its clients.
-        raise RequestError(
-            f"the chat template cannot render these messages: {_reason(error)} ({self._path.name}{line})",
-            fix="check the messages for what the template needs",
-        ) from error
+        return MarkedText(self._compiled.render(marked_variables(variables, marks), marks), marks)
 
 
 def additional_templates(folder: Path) -> list[Path]:
@@ -217,28 +165,3 @@ def _fitting(source: str, path: Path) -> str:
     if len(source) > MAX_TEMPLATE_BYTES:
         raise CheckpointError(f"{path}: the chat template is too large", expected=f"at most {MAX_TEMPLATE_BYTES} bytes")
     return source
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, SecurityError):
-        return str(error)[:300]
-    return f"{type(error).__name__}: {str(error)[:300]}"
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise RefusedError(str(message)[:1000])
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return a value as JSON: the filter `tojson` as Hugging Face has it. Jinja's own would escape HTML."""
-    return encoded(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -105,6 +105,12 @@ def test_an_answer_without_a_form_or_tools_is_given_without_what_makes_these() -
     assert sorted(name for name in modules if name.startswith("cpmrt.tool_use.")) == small
 
 
+def test_a_text_is_continued_without_what_runs_chat_templates() -> None:
+    for statement in (START, ANSWER):
+        _, modules = import_once(statement)
+        assert [name for name in modules if name.partition(".")[0] in ("jinja2", "markupsafe")] == []
+
+
 def test_neither_a_start_nor_an_answer_imports_what_only_mistakes_or_masked_arrays_need() -> None:
     for statement in (START, ANSWER):
         _, modules = import_once(statement)

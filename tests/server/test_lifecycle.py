@@ -18,6 +18,7 @@ import httpx
 import pytest
 from serving import saying_llm, serving
 from timing import slowness, until
+from tiny_checkpoint import write_checkpoint
 
 from cpmrt import LLM
 from cpmrt.errors import RequestError
@@ -342,6 +343,17 @@ def test_a_port_that_is_taken_is_a_clear_error(says, capsys):
     port = urlsplit(says.url).port
     assert main(["serve", "--executor", "reference", "--port", str(port)]) == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_a_template_with_a_mistake_ends_the_start_and_not_the_first_chat(tmp_path, capfd):
+    from cpmrt.cli.main import main
+
+    folder = write_checkpoint(tmp_path / "tiny")
+    (folder / "chat_template.jinja").write_text("a\n{% if %}")
+    assert main(["serve", str(folder), "--executor", "reference", "--port", "0"]) == 1
+    assert "chat_template.jinja, line 2 of the template" in capfd.readouterr().err
+    main(["inspect", str(folder)])
+    assert "will not run: " in (shown := capfd.readouterr().out) and "line 2 of the template" in shown
 
 
 def test_a_missing_extra_is_named_with_the_command(monkeypatch, capsys):

@@ -240,9 +240,16 @@ BAD_TEMPLATES = [
 @pytest.mark.parametrize(("template", "message"), BAD_TEMPLATES)
 def test_malformed_templates(tmp_path, template, message):
     with pytest.raises(CheckpointError) as caught:
-        open_template(tmp_path, template)
+        open_template(tmp_path, template).check()
     assert message in str(caught.value) and "tokenizer_config.json" in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_template_that_cannot_be_compiled_is_told_at_each_chat(tmp_path):
+    template = open_template(tmp_path, "a\n{% if %}")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="line 2 of the template"):
+            template.render(USER)
 
 
 def test_malformed_files(tmp_path):
