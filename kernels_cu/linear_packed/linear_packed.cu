@@ -110,8 +110,6 @@ constexpr bool kFetchesAhead = true;
 #else
 constexpr bool kFetchesAhead = false;
 #endif
-// The token tiles that an epilogue keeps what it has read for: blocks that exchange their sums finish one after another.
-constexpr int kEpilogueTiles = SHARED_RUN && RUNS > 1 ? 1 : NT;
 constexpr bool kLooksLate = LINEAR == 0;                          // `look` reads what `publish` writes: it comes behind a barrier
 constexpr bool kGuesses = LINEAR == 0 && ROWS == 1 && !SHARED_RUN;   // whether the row's place is guessed before pdl_wait
 // Whether `settle` and `keep` come behind the products: with SHARED_RUN, 64 rows leave no registers for what is read before these.
@@ -257,6 +255,9 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
 }
 
 #if LINEAR == 0
+// The token tiles whose angles an epilogue keeps: blocks that exchange their sums finish one tile after another.
+constexpr int kEpilogueTiles = SHARED_RUN && RUNS > 1 ? 1 : NT;
+
 // q = rope(n Wq^T / rms + bq) of the row's position, k and v stored in the pages of its slot at its location; with NORM = 0 n is x and
 // rms 1.
 // Operands as in linear_qkv.
@@ -285,7 +286,7 @@ extern "C" __global__ void PACKED_BOUNDS KERNEL(linear_packed_residual)(
 #endif
 ) {
   if (TRIGGER == 0) pdl_launch_dependents();
-  ResidualEpilogue<kEpilogueTiles, kThreadPairs> epilogue{x, bias, N, scale};
+  ResidualEpilogue<NT, kThreadPairs> epilogue{x, bias, N, scale};
 #ifdef AHEAD
   const Ahead next = {ahead, ahead_pieces, ahead_stride, ahead_bytes};
 #else
