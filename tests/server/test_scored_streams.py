@@ -12,6 +12,7 @@ from timing import until
 
 from cpmrt.errors import CpmrtError, RequestError
 from cpmrt.server import exchange, responses
+from cpmrt.server.prompt_scores import PromptScores
 
 ASKED = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 2, "stream": True}
 
@@ -109,11 +110,13 @@ def test_a_queue_that_is_full_after_the_scoring_is_told(scoring, quick_signs, mo
 
 
 @pytest.mark.parametrize("silence_s", [0.0, 0.4])
-def test_a_client_that_leaves_ends_the_scoring_and_gets_no_slot(scoring, quick_signs, silence_s):
-    go = blocked(scoring)
+def test_a_client_that_leaves_ends_the_scoring_and_gets_no_slot(scoring, quick_signs, monkeypatch, silence_s):
+    go, told, cancel = blocked(scoring), [], PromptScores.cancel
+    monkeypatch.setattr(PromptScores, "cancel", lambda scores: told.append(cancel(scores)))
     with scoring.client.stream("POST", "/v1/completions", json=ASKED | {"prompt": ["a", "b"]}, timeout=5) as answer:
         assert answer.status_code == 200
         time.sleep(silence_s)
+    until(lambda: told)
     go.append(True)
     scoring.wait_idle()
     until(lambda: scoring.running.service.prompt_workers._num_running == 0)
