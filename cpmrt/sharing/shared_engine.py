@@ -236,12 +236,14 @@ class SharedEngine:
 
     def _carry_out(self) -> None:
         """Carry out the queued commands, unless another thread drives and does so; then wake a thread to drive."""
-        while self._commands and self._takes_lead():
-            try:
-                self._run_commands()
-            finally:
-                self._leave_lead()
-        self._wake_one()
+        try:
+            while self._commands and self._takes_lead():
+                try:
+                    self._run_commands()
+                finally:
+                    self._leave_lead()
+        finally:  # whatever a listener raises
+            self._wake_one()
 
     def _wake_one(self) -> None:
         """Leave the lead to a thread that sleeps, if there is one, unless some thread has it."""
@@ -363,10 +365,7 @@ class SharedEngine:
             raise errors[0]
 
     def _run_collect(self, job: Generation, errors: list[BaseException]) -> list[Item]:
-        """Return the new pieces of a generation, and its end if it has come.
-
-        `errors` gets what a listener, or a lost device, raises when a stop string ends the sequence.
-        """
+        """Return a generation's new pieces, and its end if it has come; `errors` gets what its release raises."""
         seq, text, items = job.sequence, job.text, list[Item]()
         while seq.outbox:
             items.append((job, text.push(seq.outbox.popleft())))
