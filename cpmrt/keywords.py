@@ -47,8 +47,12 @@ ELSEWHERE = {
 }
 """Names of arguments in other programs -> the names of the same arguments here, on the command line with dashes."""
 _ADVICE = {
+    "allowed_token_ids": "pass choices=, regex= or grammar=",
     "cache_dir": "set HF_HOME",
     "do_sample": "temperature=0 is greedy, any other samples",
+    "length_penalty": "leave it out: there is no beam search",
+    "min_new_tokens": "leave it out, or pass ignore_eos=True for an answer of max_new_tokens",
+    "min_tokens": "leave it out, or pass ignore_eos=True for an answer of max_new_tokens",
     "n_gpu_layers": "leave it out: all layers are on the GPU",
     "params": "pass it to generate, stream or chat",
     "prompt_logprobs": "use llm.score(prompt)",

@@ -132,4 +132,4 @@ def _typed() -> Iterator[str]:
 def _piped_lines() -> Iterator[str]:
     """Yield the lines of standard input. Raises RequestError if one is not UTF-8, or too large for a prompt."""
     while sys.stdin is not None and (raw := sys.stdin.buffer.readline(MAX_PROMPT_BYTES + 1)):
-        yield checked(raw, "standard input")
+        yield checked(raw.removesuffix(b"\n"), "standard input")

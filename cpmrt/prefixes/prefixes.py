@@ -193,4 +193,7 @@ class Prefixes:
 def _as_path(path: object) -> Path:
     if not isinstance(path, (str, Path)) or not str(path):
         raise PrefixError("the path of a prefix", expected="a string or a Path", actual=quoted(path))
-    return Path(os.path.expanduser(path))
+    try:
+        return Path(os.path.expanduser(path))
+    except ValueError:  # no user can have such a name: opening the file says what is wrong
+        return Path(path)

@@ -58,12 +58,12 @@ def read_keys(path: Path) -> tuple[str, ...]:
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES:
+            raise ConfigError(f"--api-key-file {path} is too large", expected=f"at most {_MAX_FILE_BYTES} bytes")
         # Some editors begin a file with a byte order mark, which would become part of the first key.
         lines = [line.strip() for line in raw.decode("utf-8-sig").splitlines()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--api-key-file {path} cannot be read: {reason_of(error)}") from error
-    if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(f"--api-key-file {path} is too large", expected=f"at most {_MAX_FILE_BYTES} bytes")
     keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
     if not keys:
         raise ConfigError(f"--api-key-file {path} is empty", expected="a key on each line")

@@ -236,12 +236,14 @@ class SharedEngine:
 
     def _carry_out(self) -> None:
         """Carry out the queued commands, unless another thread drives and does so; then wake a thread to drive."""
-        while self._commands and self._takes_lead():
-            try:
-                self._run_commands()
-            finally:
-                self._leave_lead()
-        self._wake_one()
+        try:
+            while self._commands and self._takes_lead():
+                try:
+                    self._run_commands()
+                finally:
+                    self._leave_lead()
+        finally:  # whatever a listener raises
+            self._wake_one()
 
     def _wake_one(self) -> None:
         """Leave the lead to a thread that sleeps, if there is one, unless some thread has it."""
@@ -297,16 +299,25 @@ class SharedEngine:
                 self._readings[job.loan] = job
 
     def _run_cancel(self, jobs: Sequence[Job]) -> None:
+        interrupts = list[BaseException]()
         for job in jobs:
             if isinstance(job, Reading):
                 job.is_cancelled = True
                 if job.loan in self._readings:
                     self._run_end(job)
             elif job.sequence in self._generations:
-                # An error here (a lost device, a listener) comes again in the next step, whose caller hears of it.
-                with suppress(Exception):
-                    self.engine.finish(job.sequence, "cancelled")
+                self._run_finish(job.sequence, interrupts)
                 self._run_end(job)
+        if interrupts:
+            raise interrupts[0]
+
+    def _run_finish(self, seq: EngineSequence, interrupts: list[BaseException]) -> None:
+        """Cancel a sequence; what a listener raises to end the program is added to `interrupts`, to be raised later."""
+        try:
+            with suppress(Exception):  # of a lost device or a listener: the caller of the next step hears of it
+                self.engine.finish(seq, "cancelled")
+        except BaseException as error:
+            interrupts.append(error)
 
     def _run_close(self, inbox: Inbox, closed: Closed) -> None:
         self._is_closed = True
@@ -331,12 +342,9 @@ class SharedEngine:
             self._run_end(reading, error)
 
     def _run_hand_out(self) -> None:
-        """Give the receivers, in one call each, the new items of their jobs.
-
-        The first of the errors that end no job is raised after that.
-        """
+        """Give each receiver, in one call, the new items of its jobs; then raise the first error that ends no job."""
         batches: dict[Receiver, list[Item]] = {}
-        news, errors = dict.fromkeys(self._news), list[Exception]()
+        news, errors = dict.fromkeys(self._news), list[BaseException]()
         self._news.clear()
         for seq in news:
             job = self._generations.get(seq)
@@ -345,8 +353,7 @@ class SharedEngine:
             try:
                 items = self._run_collect(job, errors)
             except Exception as error:
-                with suppress(Exception):
-                    self.engine.finish(seq, "cancelled")
+                self._run_finish(seq, errors)
                 items = [(job, job.ended(error))]
             if items:
                 batches.setdefault(job.receiver, []).extend(items)
@@ -357,19 +364,15 @@ class SharedEngine:
         if errors:
             raise errors[0]
 
-    def _run_collect(self, job: Generation, errors: list[Exception]) -> list[Item]:
-        """Return the new pieces of a generation, and its end if it has come.
-
-        `errors` gets the errors of a listener, or of a lost device, that are raised when a stop string ends the
-        sequence.
-        """
+    def _run_collect(self, job: Generation, errors: list[BaseException]) -> list[Item]:
+        """Return a generation's new pieces, and its end if it has come; `errors` gets what its release raises."""
         seq, text, items = job.sequence, job.text, list[Item]()
         while seq.outbox:
             items.append((job, text.push(seq.outbox.popleft())))
             if text.is_over:
                 try:
                     self.engine.stop(seq, text.num_tokens)
-                except Exception as error:
+                except BaseException as error:
                     errors.append(error)
         if seq.finish_reason is not None:
             rest = text.rest()

@@ -189,7 +189,7 @@ def test_nothing_but_a_prefix_is_replaced(folder: Path, saved: Path, tmp_path: P
     assert text.read_text() == "mine" and fifo.is_fifo() and link.is_symlink()
 
 
-@pytest.mark.parametrize("path", [None, 7, b"x", ["x"], "", "a\0b", "\ud800"])
+@pytest.mark.parametrize("path", [None, 7, b"x", ["x"], "", "a\0b", "~a\0b", "\ud800", "~\ud800"])
 def test_a_path_that_is_none_is_an_error_of_its_own(folder: Path, path: Any) -> None:
     with open_model(folder) as llm:
         for call in (lambda: llm.save_prefix(path, IDS[:100]), lambda: llm.load_prefix(path)):

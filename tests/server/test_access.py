@@ -65,6 +65,12 @@ def test_a_file_without_end_is_no_file_of_keys():
         read_keys(Path("/dev/zero"))
 
 
+def test_a_file_that_is_too_large_is_not_called_undecodable_where_its_beginning_ends_within_a_character(tmp_path):
+    (tmp_path / "keys").write_bytes(b"x" * 2**20 + "é".encode())
+    with pytest.raises(ConfigError, match="is too large"):
+        read_keys(tmp_path / "keys")
+
+
 def test_an_error_of_the_file_names_it_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_keys(tmp_path / "absent")

@@ -186,3 +186,19 @@ def test_a_loop_that_cannot_be_captured_is_freed(call: str, monkeypatch: pytest.
     assert other.held == {"graph", "executable"}
     loop.close()
     assert not other.held
+
+
+def test_a_librarys_handle_is_given_back_before_or_after_a_loop_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops of decode steps are captured on their own, outside of any other capture."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=Driver("none")))
+    (handle, destroyed), during = handle_of_another_model(), list[bool]()
+    closing, stream = Thread(target=handle.close), MagicMock()
+
+    def body(_: object) -> None:
+        closing.start()
+        closing.join(0.05)
+        during.append(destroyed.called)
+
+    LoopGraph(stream, body)
+    closing.join()
+    assert during == [False] and destroyed.called

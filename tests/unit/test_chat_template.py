@@ -245,6 +245,22 @@ def test_malformed_templates(tmp_path, template, message):
     assert len(str(caught.value)) < 1000
 
 
+def test_templates_are_compiled_for_the_first_chat_and_once(tmp_path, monkeypatch):
+    compiled, compile_source = [], template_sandbox.ChatEnvironment.compile
+
+    def note(environment, source, **options):
+        compiled.append(source)
+        return compile_source(environment, source, **options)
+
+    monkeypatch.setattr(template_sandbox.ChatEnvironment, "compile", note)
+    template = open_template(tmp_path, CHATML)
+    counts = [len(compiled)]
+    for _ in range(2):
+        template.render(USER)
+        counts.append(len(compiled))
+    assert counts == [0, 1, 1]
+
+
 def test_a_template_that_cannot_be_compiled_is_told_at_each_chat(tmp_path):
     template = open_template(tmp_path, "a\n{% if %}")
     for _ in range(2):

@@ -28,7 +28,7 @@ from cpmrt.cli.local_model import LocalModel
 from cpmrt.cli.main import main
 from cpmrt.cli.output import sampling_line
 from cpmrt.config import SamplingDefaults
-from cpmrt.errors import ContextLengthError
+from cpmrt.errors import ContextLengthError, RequestError
 from cpmrt.executor import Decode, Prefill, StepResult
 from cpmrt.job_maker import JobMaker
 from cpmrt.weights.hub import BUNDLED
@@ -327,6 +327,16 @@ def test_fit_drops_no_more_than_it_must(checkpoint):
 def test_input_that_is_no_message(chat, capsys, line, says):
     assert chat(b"one\n" + line + b"\n", *SAMPLING) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"cpmrt: error: standard input {says}")
+
+
+def test_the_end_of_a_piped_line_does_not_count_for_its_limit(monkeypatch):
+    for module in ("chat", "prompt_source"):
+        monkeypatch.setattr(f"cpmrt.cli.{module}.MAX_PROMPT_BYTES", 4)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"1234\n\n123\n1234\n12345\n")))
+    lines = cpmrt.cli.chat._piped_lines()
+    assert [next(lines) for _ in range(4)] == ["1234", "", "123", "1234"]
+    with pytest.raises(RequestError, match="at most 4 bytes"):
+        next(lines)
 
 
 def test_a_stop_between_prompt_chunks_leaves_the_engine_whole(checkpoint):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
 from time import perf_counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cpmrt.cli.multiline import QUOTES, is_open, messages, unquoted
 from cpmrt.errors import RequestError
@@ -26,9 +25,15 @@ def line_by_line(lines):
         yield unquoted(begun)
 
 
-@given(st.lists(st.text(alphabet='"\\ \ta', max_size=6)))
-def test_messages_are_the_definitions(lines):
-    assert list(messages(f"{line}\n" for line in lines)) == list(line_by_line(lines))
+LINES = ("", "a", "\\", "a\\", " \\", '"""', '"""a', ' """a\\', 'a"""', 'a"""\\', '"""a"""', '""')
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_messages_are_the_definitions(count):
+    """All messages of so many lines, from lines with and without marks at either end."""
+    for lines in product(LINES, repeat=count):
+        found = list(messages(f"{line}\n" for line in lines))
+        assert found == list(line_by_line(lines)), lines
 
 
 @pytest.mark.parametrize("line", ["x" * 40, "x" * 40 + "\\"], ids=["quotes", "backslashes"])

@@ -17,7 +17,7 @@ from scripted import ScriptedExecutor, plain_continuation
 from cpmrt.config import Sampling, TreeShape
 from cpmrt.engine import Engine, Request
 from cpmrt.errors import ClosedError
-from cpmrt.executor import ExecutorLimits
+from cpmrt.executor import ExecutorLimits, Release
 from cpmrt.sharing.jobs import LEAD, STOP, WORK, Closed, Ended, EndsInbox, Generation, Inbox, Reading
 from cpmrt.sharing.shared_engine import SharedEngine
 from cpmrt.sharing.text_stream import TextStream
@@ -322,6 +322,24 @@ def test_the_lead_goes_on_to_another_sleeper_where_its_own_thread_has_what_it_wa
     shared._sleeping[other] = None
     assert shared._sleep(served := Served())[0] is job and served not in shared._sleeping
     assert other.get() is LEAD
+
+
+def test_the_lead_goes_on_to_a_sleeper_though_a_listener_ends_whoever_cancels():
+    shared, other, inbox, job = shared_engine(run_ahead=1), Inbox(), EndsInbox(), generation([1], 90)
+
+    def listener(step, result):
+        if isinstance(step, Release):
+            raise SystemExit(3)
+
+    shared.engine.listener = listener
+    shared.submit([job], inbox)
+    while not job.sequence.token_ids:
+        shared._run_step()
+    shared._sleeping[other] = None
+    with pytest.raises(SystemExit):
+        shared.cancel([job])
+    assert inbox.get()[1].reason == "cancelled"
+    assert not other.is_empty() and other.get() is LEAD
 
 
 def test_ctrl_c_does_not_wait_for_the_end_of_an_answer():
