@@ -1,5 +1,5 @@
-// The sigmoid, and the gated activation of an mlp: activation(gate) * up, with SiLU or, where FATRELU is defined, with FATReLU, whose threshold
-// it is as the bits of a float. Float32 with the fast exponential and reciprocal (a few units in the last place).
+// The sigmoid, and the gated activation of an mlp: activation(gate) * up. The activation is SiLU. Where FATRELU is defined it is FATReLU, and
+// FATRELU has the bits of its threshold, a float. All is float32, with the fast exponential and reciprocal (a few units in the last place).
 #pragma once
 #include "fast_math.cuh"
 

@@ -58,7 +58,7 @@ struct QkvEpilogue {
   uint32_t place;   // shared memory, an int2 for each token: position, and number among the tokens of all pages (-1: not stored)
   int slot, position, location, stored;   // of the token that this thread looks up
   int guessed_slot = 0, guessed_position = -1, guessed_location = 0, page;
-  // Whether `prefetch` reads the angles; else `store` does, because those of eight tiles have no registers.
+  // Whether `prefetch` reads the angles. Else `store` does: there are no registers to keep those of eight tiles.
   static constexpr bool kEarly = NT < 8;
   float cosine[kEarly ? NT : 1][PAIRS], sine[kEarly ? NT : 1][PAIRS];
 

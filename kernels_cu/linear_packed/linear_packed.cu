@@ -255,7 +255,7 @@ DEVICE void packed_product(Epilogue& epilogue, int num_tiles, const scalar_t* x,
 }
 
 #if LINEAR == 0
-// The token tiles whose angles an epilogue keeps: blocks that exchange their sums finish one tile after another.
+// The number of token tiles whose angles the epilogue keeps. Blocks that exchange their sums finish one tile after another, and need one.
 constexpr int kEpilogueTiles = SHARED_RUN && RUNS > 1 ? 1 : NT;
 
 // q = rope(n Wq^T / rms + bq) of the row's position, k and v stored in the pages of its slot at its location; with NORM = 0 n is x and

@@ -13,7 +13,7 @@
 //   launch    grid (D / 32, H, CHAIN ? 1 : T), lightning_accept (D / 32, H, layers); block 256; static shared memory
 //   numerics  float32, S = fma(k, v, round(decay S)) in either kernel; a product q S is summed over a thread's rows, lanes,
 //             then warps; rounded once
-//   oracle    NumpyOps.lightning_decode, reference/lightning.py accept_chain
+//   oracle    NumpyOps.lightning_decode, NumpyOps.lightning_accept
 //   source    lightning attention (arXiv 2405.17381)
 //   layout    a block holds 32 columns of S in registers, a thread four of them in every 32nd row, so that each access
 //             takes whole lines and a chain needs no barrier between its rows. S is read before pdl_wait: the product
