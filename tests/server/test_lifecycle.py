@@ -345,15 +345,14 @@ def test_a_port_that_is_taken_is_a_clear_error(says, capsys):
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
-def test_a_template_with_a_mistake_ends_the_start_and_not_the_first_chat(tmp_path, capfd):
-    from cpmrt.cli.main import main
-
+def test_a_template_with_a_mistake_ends_the_start_and_not_the_first_chat(tmp_path):
     folder = write_checkpoint(tmp_path / "tiny")
     (folder / "chat_template.jinja").write_text("a\n{% if %}")
-    assert main(["serve", str(folder), "--executor", "reference", "--port", "0"]) == 1
-    assert "chat_template.jinja, line 2 of the template" in capfd.readouterr().err
-    main(["inspect", str(folder)])
-    assert "will not run: " in (shown := capfd.readouterr().out) and "line 2 of the template" in shown
+    command = [sys.executable, "-m", "cpmrt", "serve", str(folder), "--executor", "reference", "--port", "0"]
+    served = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert served.returncode == 1 and "chat_template.jinja, line 2 of the template" in served.stderr
+    inspected = subprocess.run([*command[:3], "inspect", str(folder)], capture_output=True, text=True)
+    assert "will not run: " in inspected.stdout and "line 2 of the template" in inspected.stdout
 
 
 def test_a_missing_extra_is_named_with_the_command(monkeypatch, capsys):

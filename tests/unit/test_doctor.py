@@ -120,6 +120,15 @@ def test_a_cache_folder_with_a_name_that_no_file_can_have(monkeypatch, tmp_path)
     assert "none yet" in host_probes.compiled_kernels().found
 
 
+def test_a_cubin_that_vanishes_hides_no_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("CPMRT_CACHE_DIR", str(tmp_path))
+    (tmp_path / "cubins").mkdir()
+    for name in "ac":
+        (tmp_path / "cubins" / f"{name}.cubin").write_bytes(b"x" * 512)
+    (tmp_path / "cubins" / "b.cubin").symlink_to(tmp_path / "absent")
+    assert host_probes.compiled_kernels().found.startswith("2 modules, 1.00 KiB")
+
+
 def test_a_user_without_a_home(monkeypatch, capsys):
     """A user without a home, as in a container that does not know its user id, gets the folders that HOME=/ gives."""
     for name in ("HOME", "CPMRT_CACHE_DIR", "CPMRT_STATE_DIR", "CUPY_CACHE_DIR", "XDG_CACHE_HOME", "XDG_STATE_HOME"):

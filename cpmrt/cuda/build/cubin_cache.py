@@ -100,10 +100,14 @@ def folder() -> Path:
 
 
 def cubins() -> dict[Path, int]:
-    """Return the bytes of each cubin that is kept; those of a folder that cannot be read are none."""
+    """Return the bytes of each cubin that is kept. A folder that cannot be read has none."""
+    sizes = dict[Path, int]()
     with suppress(OSError), os.scandir(folder()) as entries:
-        return {Path(entry): entry.stat().st_size for entry in entries if entry.name.endswith(f".{CUBIN}")}
-    return {}
+        for entry in entries:
+            with suppress(OSError):  # another process may just have removed it
+                if entry.name.endswith(f".{CUBIN}"):
+                    sizes[Path(entry)] = entry.stat().st_size
+    return sizes
 
 
 def _folders() -> tuple[Path, ...]:
