@@ -37,17 +37,16 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], path: Path, special_tokens: Mapping[str, object]):
         if "default" not in templates:
             raise CheckpointError(f"{path}: {KEY}", expected='one named "default"', actual=quoted(sorted(templates)))
-        self._path, self._named, self._special_tokens = path, dict(templates), dict(special_tokens)
+        self._path, self._sources, self._special_tokens = path, dict(templates), dict(special_tokens)
         self.source = templates["default"]
         """The template of requests without tools, as its author wrote it."""
-        self._sources = list(templates.values())
         self.takes_tools = any(re.search(r"\btools\b", source) for source in templates.values())
         """Whether any of the templates mentions `tools`, so that a prompt can show tools at all."""
 
     @property
     def text(self) -> str:
         """The sources of all templates, one after another, to search for the markers that they use."""
-        return "\n".join(self._sources)
+        return "\n".join(self._sources.values())
 
     @classmethod
     def open(cls, folder: Path) -> ChatTemplate | None:
@@ -67,7 +66,7 @@ class ChatTemplate:
     def _compiled(self) -> CompiledTemplates:
         from cpmrt.text.compiled_templates import CompiledTemplates
 
-        return CompiledTemplates(self._named, self._path)
+        return CompiledTemplates(self._sources, self._path)
 
     def render(
         self,
@@ -107,13 +106,13 @@ class ChatTemplate:
         variables: dict[str, object] = {"documents": None, **self._special_tokens}
         variables |= {name: plain(value, f"template_kwargs.{name}") for name, value in kwargs.items()}
         variables |= {
-            "messages": checked_messages(messages, self._sources),
+            "messages": checked_messages(messages, list(self._sources.values())),
             "tools": checked_tools(tools),
             "add_generation_prompt": bool(add_generation_prompt),
         }
         if enable_thinking is not None:
             variables["enable_thinking"] = bool(enable_thinking)
-        marks = Marks(control_tokens, [variables, *self._sources]) if control_tokens else None
+        marks = Marks(control_tokens, [variables, *self._sources.values()]) if control_tokens else None
         return MarkedText(self._compiled.render(marked_variables(variables, marks), marks), marks)
 
 
