@@ -17,6 +17,15 @@ def set_home() -> None:
     os.environ.setdefault("HOME", str(_home()))
 
 
+def expanded(name: str | Path) -> str:
+    """Return a path that a user names, with the home folder for a `~` in front. A name that no user can have stays as
+    it is, so that whoever opens the path says what is wrong."""
+    try:
+        return os.path.expanduser(name)
+    except ValueError:
+        return str(name)
+
+
 def _folder(variable: str) -> Path | None:
     """Return the folder that a variable names, None if it is unset or empty.
 

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from cpmrt import env
 from cpmrt.byte_sizes import format_bytes
 from cpmrt.cli.arguments import add_model_source, add_options
 from cpmrt.cli.output import printable, write, write_json, write_table
@@ -122,7 +123,7 @@ def report(model: str | None, revision: str | None, hf_overrides: Mapping[str, A
         raw, config, sampling = folder.raw_config, folder.config, folder.sampling
     except CpmrtError as error:
         problems.append(str(error))
-    is_remote = model is not None and not os.path.isdir(os.path.expanduser(model))
+    is_remote = model is not None and not os.path.isdir(env.expanded(model))
     tensors, files, quantization = _weights(path, config, problems, may_be_absent=is_remote)
     return {
         "model": str(path),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from cpmrt import env
 from cpmrt.cli.arguments import add_options
 from cpmrt.cli.output import printable, write
 from cpmrt.cli.parser import UsageError
@@ -26,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch what is missing. Raises CheckpointError, ConfigError, UnsupportedModelError."""
-    if os.path.isdir(os.path.expanduser(args.name)):
+    if os.path.isdir(env.expanded(args.name)):
         raise UsageError(f"{printable(args.name)} is a folder of this machine: there is nothing to download")
     if args.name == hub.BUNDLED.name:
         raise UsageError(f"{args.name} is the bundled model: there is nothing to download")

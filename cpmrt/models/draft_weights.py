@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cpmrt import env
 from cpmrt.config import EngineConfig, SpeculationConfig
 from cpmrt.config.draft import DraftConfig
 from cpmrt.config.dspark import chains_of
@@ -130,7 +130,7 @@ def _frequent(
     """
     wanted = wish.draft_vocab
     if isinstance(wanted, str):
-        path = Path(os.path.expanduser(wanted))
+        path = Path(env.expanded(wanted))
         if not is_there(path):
             expected = "a number of tokens such as 8192, or a file that lists them"
             raise ConfigError("speculate: draft_vocab", expected=expected, actual=quoted(wanted))

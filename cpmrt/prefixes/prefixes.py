@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
 
+from cpmrt import env
 from cpmrt.caller_warnings import warn_caller
 from cpmrt.config import EngineConfig
 from cpmrt.errors import (
@@ -47,7 +47,7 @@ class Prefixes:
         self._model, self._settings, self._plan, self._shared = model, settings, plan, shared
         self._engine = shared.engine
         name = settings.prefix_dir
-        self._folder = None if name is None else PrefixFolder(Path(os.path.expanduser(name)))
+        self._folder = None if name is None else PrefixFolder(Path(env.expanded(name)))
         self._stored = set[tuple[int, ...]]()
         """System parts that this process has read from the folder or written to it, if their pages are still known."""
         self._lock = RLock()
@@ -193,7 +193,4 @@ class Prefixes:
 def _as_path(path: object) -> Path:
     if not isinstance(path, (str, Path)) or not str(path):
         raise PrefixError("the path of a prefix", expected="a string or a Path", actual=quoted(path))
-    try:
-        return Path(os.path.expanduser(path))
-    except ValueError:  # no user can have such a name: opening the file says what is wrong
-        return Path(path)
+    return Path(env.expanded(path))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpmrt import env
 from cpmrt.config import EngineConfig, SpeculationConfig
 from cpmrt.config.speculate_argument import LOOKUP, read_speculation
 from cpmrt.errors import CheckpointError, quoted
@@ -86,7 +87,7 @@ def resolve(draft: str, target: Path, *, weights: bool = True) -> Path:
     Raises CheckpointError.
     """
     within = target / draft
-    if not os.path.exists(os.path.expanduser(draft)):
+    if not os.path.exists(env.expanded(draft)):
         if draft and os.path.isdir(within):  # not Path's, which raises for a name that is too long
             return within
         if hub.looks_like_path(draft) or ("/" not in draft and ":" not in draft):

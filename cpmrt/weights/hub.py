@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from cpmrt import env
 from cpmrt.errors import CheckpointError, ConfigError, quoted
 from cpmrt.weights.gguf.names import has_gguf_suffix
 from cpmrt.weights.hugging_face import HuggingFace
@@ -32,7 +33,7 @@ def find(model: str | Path | None, *, revision: str | None = None) -> Path | Rep
         if revision is not None:
             raise ConfigError(f"the bundled model has no revision {quoted(revision)}", fix="name a model")
         return BUNDLED
-    path = os.path.expanduser(model)
+    path = env.expanded(model)
     if os.path.isdir(path):
         if revision is not None:
             raise ConfigError(f"{path} is a local folder, which has no revision", fix="leave revision out")

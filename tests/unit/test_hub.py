@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpmrt.errors import CheckpointError, ConfigError
-from cpmrt.weights.hub import resolve
+from cpmrt.weights.draft_folder import resolve as resolve_draft
+from cpmrt.weights.hub import BUNDLED, resolve
 
 RESPONSE = SimpleNamespace(headers={}, request=None, status_code=404, text="", content=b"")
 
@@ -228,3 +229,11 @@ def test_offline_mode_of_the_library_itself(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert "org/name is not in the local cache" in done.stdout and "unset HF_HUB_OFFLINE" in done.stdout, done.stderr
+
+
+def test_the_home_folder_of_a_name_that_no_user_can_have():
+    for name in ("~\0x", "~\ud800"):
+        with pytest.raises(CheckpointError, match="expected a folder"):
+            resolve(name)
+        with pytest.raises(CheckpointError, match="expected an existing folder"):
+            resolve_draft(name, BUNDLED)
