@@ -194,7 +194,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         _ONE_ROW
         | {"LINEAR": 1, "IN_FEATURES": 16384, "WARPS": 8}
         | _NO_NORM
-        | {"KEPT_ROUNDS": 2, "SMEM_BYTES": 84864, "EARLY_SLOTS": 0, "PORTABLE": 1, "SMALL_CHUNKS": 1},
+        | {"KEPT_ROUNDS": 2, "SMEM_BYTES": 84864, "EARLY_SLOTS": 0, "PORTABLE": 1, "SMALL_CHUNKS": 2},
         _ONE_ROW
         | {"LINEAR": 2, "IN_FEATURES": 1536, "WARPS": 16}
         | _FATRELU,

@@ -1,7 +1,7 @@
 """`cpmrt bench` of several trees, or of one with other constants, in turn on one machine: what a change is worth.
 
     tools/compare_variants.py before=/tmp/before after=. -- --shape minicpm4-8b --weight-bits 4 --case 1024:192
-    tools/compare_variants.py base=. "six=.,cpmrt.cuda.ops.linear_packed.plan:_STAGES=6" -- --shape minicpm4-8b
+    tools/compare_variants.py base=. "six=.,cpmrt.cuda.ops.linear_packed.division:_STAGES=6" -- --shape minicpm4-8b
 
 A variant is LABEL=FOLDER, then ,MODULE:NAME=VALUE for each constant that it has otherwise: a Python literal, which is
 set before anything runs. A module that took the constant's value when it was imported keeps the old one. Each run is a

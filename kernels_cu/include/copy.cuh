@@ -147,6 +147,11 @@ DEVICE void cp_async16_lines(uint32_t shared, const void* source, bool wanted) {
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Lets the thread arrive at a barrier of mbarrier.cuh once all its copies so far are there: one of the arrivals of a phase.
+DEVICE void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits until all of the thread's copies are there, committed or not.
 DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

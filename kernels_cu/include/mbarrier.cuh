@@ -1,4 +1,5 @@
-// Barriers in shared memory that copies complete (sm_90), and the hardware's numbered barriers for parts of a block.
+// Barriers in shared memory that copies complete, and the hardware's numbered barriers for parts of a block. Below sm_90 only
+// mbarrier_init, mbarrier_test, mbarrier_poll and the numbered barriers are there.
 #pragma once
 #include "types.cuh"
 
@@ -47,6 +48,12 @@ DEVICE bool mbarrier_test(uint32_t barrier, int parity) {
                : "r"(barrier), "r"(parity)
                : "memory");
   return done;
+}
+
+// Does what mbarrier_wait does, on any device.
+DEVICE void mbarrier_poll(uint32_t barrier, int parity) {
+  while (!mbarrier_test(barrier, parity)) {
+  }
 }
 
 // Waits until the barrier's phase with this parity has completed. Phases count from 0, so on a new barrier a wait for parity 1 passes at once.

@@ -39,7 +39,7 @@
 //     this one, which starts this kernel behind its own pdl_wait. So all kernels before that product have finished, and this one may
 //     start the next at once
 //   EARLY_WARPS: how many warps of a block, its first ones, copy the chunks of EARLY_SLOTS; without it all warps do
-//   SMALL_CHUNKS: 1, for one row where lanes copy: a chunk has two slices; without it a multiple of 128 bytes
+//   SMALL_CHUNKS: where lanes copy, the slices of a chunk, 1 or 2; without it a chunk is a multiple of 128 bytes
 //   OWN_RUNS: 1, for one row with SHARED_RUN, NORM and PREPARED 0: only the warps that share a run of x wait for each other; without it all
 //     warps of the block do, unless it has eight, each with a run of its own
 //   TILE_COPIES: 1, for one row with SHARED_RUN 0, NORM 1 and KEPT_ROUNDS for all weights: one copy brings the chunks of all eight warps of a tile
@@ -69,7 +69,7 @@
     !defined(SMEM_BYTES) || !defined(PORTABLE) || (EARLY_WARPS > WARPS && defined(EARLY_WARPS)) || (ROWS > 1 && defined(OWN_RUNS)) || \
     (LINEAR == 4 && !defined(KV_RANK)) || (LINEAR == 4 && !defined(NOPE_DIM)) || (LINEAR == 4 && !defined(ROPE_DIM)) || \
     (LINEAR == 4 && !defined(VALUE_DIM)) || (LINEAR != 2 && defined(FATRELU)) || (LINEAR != 1 && defined(AHEAD)) || (ROW_PITCH < IN_FEATURES && defined(ROW_PITCH)) || \
-    (ROWS > 1 && defined(SMALL_CHUNKS)) || (ROWS > 1 && defined(TILE_COPIES))
+    (SMALL_CHUNKS > 2 && defined(SMALL_CHUNKS)) || (ROWS > 1 && defined(TILE_COPIES))
 #error "a constant is not defined, or not for this product"
 #endif
 #if LINEAR == 4

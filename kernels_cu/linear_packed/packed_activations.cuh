@@ -187,39 +187,43 @@ struct Activations {
     return prepared + static_cast<size_t>(index % stages) * kStageSlices * kXSliceBytes;
   }
   DEVICE uint32_t stage_place(unsigned index) const { return base() + index % kStages * kStageSlices * kXSliceBytes; }
-  // Barriers in shared memory of a stage: `full` when its bytes have come, `empty` when all warps have read it.
+  // Barriers in shared memory of a stage: `full` when its bytes have come, `empty`, with the copy engine, when all warps have read it.
   DEVICE uint32_t full(unsigned index) const { return at.shared + kXBarrier + index % kStages * 16; }
   DEVICE uint32_t empty(unsigned index) const { return full(index) + 8; }
-  // Starts the copy of a stage, if there is one, as soon as all warps have read what lies in its place.
+  // Starts the copy of a stage, if there is one, into a place that all warps have read: with the copy engine the block's first thread waits
+  // until they have, without it they must have, and each thread copies its part.
   DEVICE void start_stage(unsigned index) const {
-    if (!kCopyEngine || threadIdx.x != 0 || index >= last) return;
-    if (index >= kStages) mbarrier_wait(empty(index), index / kStages - 1 & 1);
-    copy_bulk(stage_place(index), stage_source(index), stage_bytes(index), full(index));
+    if (index >= last) return;
+    if constexpr (kCopyEngine) {
+      if (threadIdx.x != 0) return;
+      if (index >= kStages) mbarrier_wait(empty(index), index / kStages - 1 & 1);
+      copy_bulk(stage_place(index), stage_source(index), stage_bytes(index), full(index));
+    } else {
+      for (int i = threadIdx.x * 16; i < stage_bytes(index); i += kThreads * 16) cp_async16(stage_place(index) + i, stage_source(index) + i);
+      cp_async_arrive(full(index));
+    }
   }
   // Prepares the barriers of all stages, before pdl_wait. A barrier of the block must come before anyone reads.
   DEVICE void prepare_stages() const {
-    if (!kCopyEngine) return;
     if (threadIdx.x == 0)
-      for (int i = 0; i < kStages; i++) mbarrier_init(full(i), 1), mbarrier_init(empty(i), kWarps);
-    mbarrier_init_fence();
+      for (int i = 0; i < kStages; i++) mbarrier_init(full(i), kCopyEngine ? 1 : kThreads), mbarrier_init(empty(i), kWarps);
+    if constexpr (kCopyEngine) mbarrier_init_fence();
   }
   DEVICE void start_stages() const {
+    if constexpr (!kCopyEngine) __syncthreads();   // every thread arrives at the barriers, and must find them prepared
     for (int i = 0; i < kStages - 1; i++) start_stage(i);
   }
-  // Waits for the next stage and returns where it lies. The calling warp has read the stage before it. With the copy engine the block's
-  // first thread also starts the next copy; without it all threads copy the stage here.
+  // Starts the copy of a later stage, waits for the next one and returns where it lies. The calling warp has read the stage before it.
   DEVICE uint32_t enter_stage() {
     if constexpr (kCopyEngine) {
       __syncwarp();
       if (stage > 0 && at.lane == 0) mbarrier_arrive(empty(stage - 1));
-      start_stage(stage + kStages - 1);
-      mbarrier_wait(full(stage), stage / kStages & 1);
     } else {
       __syncthreads();
-      for (int i = threadIdx.x * 16; i < stage_bytes(stage); i += kThreads * 16)
-        store_shared(stage_place(stage) + i, load16_past_l1(stage_source(stage) + i));
-      __syncthreads();
     }
+    start_stage(stage + kStages - 1);
+    if constexpr (kCopyEngine) mbarrier_wait(full(stage), stage / kStages & 1);
+    else mbarrier_poll(full(stage), stage / kStages & 1);
     return stage_place(stage++);
   }
 };

@@ -33,17 +33,18 @@ constexpr int kThreadPairs = SHARED_RUN && !CLUSTERS ? 2 : (kPairs + kThreads - 
 // With one row, ternary weights have larger chunks: their copies would be small otherwise.
 constexpr bool kHasLargeChunks = ROWS == 1 && WEIGHT_BITS == 2 && kThreads <= 512 && kRunSlices % 8 == 0;
 #ifdef SMALL_CHUNKS
-constexpr bool kHasSmallChunks = true;
-static_assert(ROWS == 1 && !kCopyEngine && WEIGHT_BITS > 2, "SMALL_CHUNKS is for one row where lanes copy");
+constexpr int kSmallSlices = SMALL_CHUNKS;
+static_assert(!kCopyEngine && (WEIGHT_BITS > 2 || ROWS > 1), "SMALL_CHUNKS is for kernels in which lanes copy");
 #else
-constexpr bool kHasSmallChunks = false;
+constexpr int kSmallSlices = 0;
 #endif
 // Slices whose products a warp has under way at a time: those of one slice depend on each other. With one row the slices share a load of x.
-constexpr int kTogetherSlices = kHasSmallChunks ? 2 : NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
+constexpr int kJoinedSlices = NT == 1 ? (kThreads > 512 || WEIGHT_BITS == 8 ? 2 : 4) : NT == 2 ? 2 : 1;
+constexpr int kTogetherSlices = kSmallSlices > 0 && kSmallSlices < kJoinedSlices ? kSmallSlices : kJoinedSlices;
 // A chunk is what a copy brings: so many slices that they are a multiple of 128 bytes, or, in 8 bits where a ring would have room for one
 // chunk only, of 64 bytes.
 constexpr int kCopyBytes = WEIGHT_BITS == 8 && (NT > 2 || kThreads > 512) ? 64 : 128;
-constexpr int kAlignedSlices = kHasSmallChunks || kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;
+constexpr int kAlignedSlices = kSmallSlices > 0 ? kSmallSlices : kUnitBytes % kCopyBytes == 0 ? 1 : kUnitBytes % (kCopyBytes / 2) == 0 ? 2 : 4;
 constexpr int kWholeSlices = kHasLargeChunks ? 8 : kTogetherSlices > kAlignedSlices ? kTogetherSlices : kAlignedSlices;
 constexpr int kChunkSlices = kWholeSlices < kRunSlices ? kWholeSlices : kRunSlices;
 constexpr int kChunkBytes = packed_run_bytes(kChunkSlices);

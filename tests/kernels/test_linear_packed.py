@@ -33,8 +33,9 @@ from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.linear import StepProduct, row_bucket
 from cpmrt.cuda.ops.linear_packed.constants import PREPARE_THREADS, PrepareConstants
+from cpmrt.cuda.ops.linear_packed.division import ROW_BUCKETS
 from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout, PackedWeight
-from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, plan_packed
+from cpmrt.cuda.ops.linear_packed.plan import plan_packed
 from cpmrt.cuda.ops.linear_packed.products import PackedProducts
 from cpmrt.dtypes import DType, from_float32, round_to, to_float32
 from cpmrt.errors import UnsupportedModelError
@@ -590,26 +591,57 @@ def test_which_product_starts_attention_before_its_wait() -> None:
         assert plan_packed(given, rows, device, starts_next=True) == plan_packed(given, rows, device)
 
 
-def test_8_wide_rows_are_normalised_in_clusters_where_one_round_has_all_tiles_else_once_for_all_blocks() -> None:
-    for columns, out_features, in_clusters in ((4096, 4608, True), (4096, 12288, False), (2048, 2560, False)):
+def test_rows_are_normalised_in_clusters_where_one_round_has_all_tiles_else_once_for_all_blocks() -> None:
+    for columns, out_features, in_clusters in ((4096, 4608, True), (4096, 12288, False), (2048, 2560, True)):
         layout = layout_of("qkv", (out_features, columns), 128, H200, zeros=0, head_dim=128, bits=4)
         for device, rows in ((H200, 8), (H200, 1), (RTX_4090, 8)):
             constants = plan_packed(layout, rows, device).constants
             assert constants.clusters == (in_clusters and device == H200 and rows == 8)
-            assert constants.trigger == 0
-            assert device != H200 or constants.prepared == (rows == 8 and columns == 4096 and not in_clusters)
+            assert constants.trigger == (2 if constants.clusters else 0)
+            assert constants.prepared == (rows == 8 and not constants.clusters)
 
 
 @pytest.mark.parametrize(
     ("name", "in_clusters", "prepared"),
     [
         ("8B o", True, False), ("8B gate_up", False, True), ("8B head", False, True), ("8B down", False, False),
-        ("0.5B gate_up", False, False), ("MiniCPM3 gate_up", False, False),
+        ("0.5B gate_up", False, True), ("0.5B down", True, False), ("5-2B o", True, False),
+        ("MiniCPM3 gate_up", False, True),
     ],
 )  # fmt: skip
-def test_blocks_do_not_each_turn_8_wide_rows_into_integers(name: str, in_clusters: bool, prepared: bool) -> None:
+def test_blocks_do_not_each_turn_8_rows_into_integers(name: str, in_clusters: bool, prepared: bool) -> None:
     constants = plan_packed(make_layout(name, H200), 8, H200).constants
     assert (constants.clusters, constants.prepared) == (in_clusters, prepared)
+
+
+def test_64_rows_go_to_clusters_of_few_warps_where_these_take_all_tiles() -> None:
+    for name, in_clusters in (("0.5B qkv", True), ("0.5B down", True), ("5-2B o", False), ("8B o", False)):
+        plan = plan_packed(make_layout(name, H200), 64, H200)
+        assert plan.constants.clusters == in_clusters and (not in_clusters or plan.block == 8 * 32), name
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "rows", "shared_run"),
+    [
+        ("5-2B gate_up", H200, 32, False), ("5-2B gate_up", H200, 64, True), ("0.5B gate_up", H200, 64, False),
+        ("5-2B qkv", RTX_4090, 16, False), ("5-2B qkv", RTX_4090, 32, True), ("5-2B o", RTX_4090, 8, False),
+        ("5-2B o", RTX_4090, 16, True), ("8B down", RTX_4090, 1, False),
+    ],
+)  # fmt: skip
+def test_a_block_keeps_all_of_x_as_long_as_it_has_room(name: str, device: Device, rows: int, shared_run: bool) -> None:
+    assert plan_packed(make_layout(name, device), rows, device).constants.shared_run == shared_run
+
+
+@pytest.mark.parametrize(
+    ("rows", "warps", "stage_slices", "small_chunks"), [(8, 12, 4, 2), (16, 12, 2, 2), (32, 12, 1, 2), (64, 8, 1, 2)]
+)
+def test_where_lanes_copy_stages_of_x_are_large_and_chunks_of_weights_small(
+    rows: int, warps: int, stage_slices: int, small_chunks: int
+) -> None:
+    constants = plan_packed(make_layout("8B gate_up", RTX_4090), rows, RTX_4090).constants
+    assert (constants.warps, constants.stage_slices, constants.small_chunks) == (warps, stage_slices, small_chunks)
+    roomy = plan_packed(make_layout("8B gate_up", ORIN), rows, ORIN).constants
+    assert (roomy.warps, roomy.small_chunks) == (8, None)
 
 
 @pytest.mark.parametrize(

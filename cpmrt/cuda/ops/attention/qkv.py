@@ -16,9 +16,9 @@ from cpmrt.cuda.ops.attention import HeadConstants, Operands
 from cpmrt.cuda.ops.attention.decode import AttentionScratch, DecodePlan
 from cpmrt.cuda.ops.linear import plan_linear
 from cpmrt.cuda.ops.linear_packed.constants import LinearPackedConstants
+from cpmrt.cuda.ops.linear_packed.division import has_pairs
 from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn
 from cpmrt.cuda.ops.linear_packed.layout import TILE_ROWS, PackedLayout, PackedWeight, Weight, data_of, whole_lines
-from cpmrt.cuda.ops.linear_packed.pairs import has_pairs
 from cpmrt.cuda.ops.linear_packed.plan import plan_kv_heads
 from cpmrt.ops import Fp8Pages, Handoff, KVPages, QkvWeights, Rows
 

@@ -40,7 +40,7 @@ class LinearPackedConstants(LayoutConstants):
     early_warps: int | None = None
     own_runs: bool | None = None
     ahead: bool | None = None
-    small_chunks: bool | None = None
+    small_chunks: int | None = None
     tile_copies: bool | None = None
 
     def extended(self, kind: type[_Extended], **more: int | None) -> _Extended:

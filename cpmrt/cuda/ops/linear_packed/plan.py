@@ -10,52 +10,32 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from cpmrt.cuda.driver.device import Device
-from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, STARTS_EARLY, row_bucket
+from cpmrt.cuda.ops.linear import LARGE_SHARED_BYTES, row_bucket
 from cpmrt.cuda.ops.linear_packed.constants import LatentQueriesConstants, LinearPackedConstants, PrepareConstants
-from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout, whole_lines
-from cpmrt.cuda.ops.linear_packed.pairs import has_pairs
+from cpmrt.cuda.ops.linear_packed.division import (
+    MOST_KEPT_ROUNDS,
+    ROW_BUCKETS,
+    BlockMemory,
+    Division,
+    has_pairs,
+    num_stages,
+    x_bytes,
+    x_slice_bytes,
+)
+from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout
 from cpmrt.cuda.ops.linear_packed.ring import MAX_SLOTS, Ring
 from cpmrt.weights.ternary import TERNARY_BITS
 
-SINGLE_ROW_SUMS = 64
-"""Bytes after each slice of a single row: its quantum and sums, and padding that puts two slices in different banks."""
-ROW_BUCKETS = (1, 8, 16, 32, 64)
-# The most warps of a block: where eight share a tile; where each has a tile; on devices with little shared memory.
-_MOST_WARPS, _MOST_RUN_WARPS, _FEW_WARPS = 24, 20, 8
 _HEAD_WARPS = 16  # of a block that makes a head of the queries of latent attention
-_WARPGROUP = 4
-# From so many rows on prepare_rows normalises them once, instead of every block; where they have more than
-# _LARGEST_NORMALISED_X bytes it always does.
-_PREPARED_ROWS = 16
+# From so many rows on prepare_rows normalises them once, unless the blocks of a cluster each normalise a part.
+_PREPARED_ROWS = 8
 # From so many rows on a gate_up product whose blocks write whole slices of its rows spares the next one prepare_rows.
 _FEEDING_ROWS = 8
-# From so many rows on four warps multiply together; in clusters, and in blocks of more than _WARPGROUP_WARPS warps,
-# from the later number on.
-_WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 32, 16
-# Where all of x has more bytes than this, a block takes one run of K only and exchanges sums with others. The limit is
-# lower for up to 8 rows (more were not measured) where all tiles find room in clusters: each of their blocks then turns
-# only an eighth of x into integers.
-_LARGEST_WHOLE_X, _LARGEST_NORMALISED_X, _SHARED_ROWS = 98_304, 61_440, 8
-# Stages of x; the most rounds whose sums a product of one row keeps (KEPT_ROUNDS), so few that each thread finishes one
-# output of all of them; and the most slices of a run with which these rounds go side by side.
-_STAGES, _MOST_KEPT_ROUNDS, _JOINED_SLICES = 4, 4, 2
-# Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
-# the multiprocessors without work: they pay for short runs of K, and where products take less time than the exchange.
-_CLUSTER_ROWS, _CLUSTER_SLICES = 32, 8
-_STAGE_SHARE = 0.08  # the most bytes of a stage of x, as a share of a block's shared memory
-# Bytes of weights that a block asks for before x, which then queues behind them: more where eight warps share a tile,
-# so that each has a chunk; none with eight rows that every block normalises, and none on devices below STARTS_EARLY.
-_EARLY_BYTES, _EARLY_SPLIT_BYTES = 70_000, 102_000
-_LATE_WEIGHTS_ROWS = 8
-# Only half of the warps ask so early (EARLY_WARPS): in a product of one row with ternary weights if a chunk for each
-# warp would be more bytes than this level; in a residual product in clusters, at this number of rows, if it would be
-# more than _EARLY_BYTES.
-_HALF_EARLY_LEVEL, _HALF_EARLY_ROWS = 65_536, 32
 # When the next kernel may start (TRIGGER). At 64 rows the one after a residual product is prepare_rows, whose blocks
-# take registers from the product after it. Outside of clusters, x of _ROWS_BEFORE_NEXT rows would queue behind the
-# early reads of the next kernel.
+# take registers from the product after it. x of _ROWS_BEFORE_NEXT rows would queue behind the early reads of the next
+# kernel: of q, k and v in clusters, of the others outside of them.
 _AT_ONCE, _AT_END, _BEHIND_X, _BEFORE_WAIT, _LATE_TRIGGER_ROWS = 0, 1, 2, 3, 64
-_ROWS_BEFORE_NEXT = {"residual": 32, "gate_up": 32}
+_ROWS_BEFORE_NEXT = {"qkv": 8, "residual": 32, "gate_up": 32}
 # In models up to this width all products ask for as much shared memory as a multiprocessor has, in wider ones none. A
 # multiprocessor changes its split of shared memory and L1 only while it is idle, so a block that wants another split
 # than its neighbours starts late.
@@ -94,7 +74,7 @@ class PackedPlan:
     def prepared_bytes(self) -> int:
         own = self.constants
         sums = 4 * own.rows if own.norm else 0
-        return _x_bytes(self.layout, own.rows) + sums if own.prepared else 0
+        return x_bytes(self.layout, own.rows) + sums if own.prepared else 0
 
     @property
     def fed(self) -> PrepareConstants | None:
@@ -105,7 +85,7 @@ class PackedPlan:
     @property
     def fed_bytes(self) -> int:
         slices = self._fed_columns // SLICE_COLUMNS
-        return slices * _x_slice(self.layout, self.constants.rows) if self.constants.feeds else 0
+        return slices * x_slice_bytes(self.layout, self.constants.rows) if self.constants.feeds else 0
 
     @property
     def _fed_columns(self) -> int:
@@ -153,22 +133,21 @@ def plan_packed(
     `starts_next`: as in `StepProduct`; the product does so only where that pays.
     """
     rows = row_bucket(num_rows, ROW_BUCKETS)
-    work = _Work.of(layout, rows, device)
-    memory = _Memory.of(layout, rows, device, work, is_fed=is_fed)
+    division = Division.of(layout, rows, device)
+    memory = BlockMemory.of(layout, rows, device, division, is_fed=is_fed)
     normalises = has_norm and layout.product != "residual"
-    are_large = rows >= _PREPARED_ROWS or _x_bytes(layout, rows) > _LARGEST_NORMALISED_X
-    from_memory = normalises and not work.in_clusters and (are_large or work.exchanges)
+    from_memory = normalises and not division.in_clusters and (rows >= _PREPARED_ROWS or division.exchanges)
     constants = _constants(
-        layout, rows, device, work, memory,
+        layout, rows, device, division, memory,
         normalises=normalises, prepared=permuted or is_fed or memory.stage_slices > 0 or from_memory,
         row_pitch=row_pitch, starts_next=starts_next and layout.product == "qkv" and has_pairs(layout, rows, device),
     )  # fmt: skip
     # One row with a block for each multiprocessor asks for so much shared memory that no two blocks share one. So does
     # a product behind which attention waits already: it would wait 0.5 us longer for two that did.
-    fills = rows == 1 and work.grid == device.num_sms
+    fills = rows == 1 and division.grid == device.num_sms
     alone = device.lone_block_bytes if fills or constants.trigger == _BEFORE_WAIT else 0
     shared_bytes, is_narrow = max(memory.nbytes, alone), _width(layout) <= _NARROW_WIDTH
-    return PackedPlan(layout, constants, work.grid, work.warps * 32, shared_bytes, is_narrow)
+    return PackedPlan(layout, constants, division.grid, division.warps * 32, shared_bytes, is_narrow)
 
 
 def latent_queries(
@@ -186,12 +165,12 @@ def plan_heads(layout: PackedLayout, num_heads: int, device: Device, row_pitch: 
     tiles, at_once = layout.num_tiles // num_heads, _HEAD_WARPS // RUNS
     rounds = ceil(tiles / at_once)
     is_large = device.shared_bytes_per_block >= LARGE_SHARED_BYTES
-    fits = layout.runs == RUNS and layout.run_slices == 1 and rounds * at_once == tiles and rounds <= _MOST_KEPT_ROUNDS
+    fits = layout.runs == RUNS and layout.run_slices == 1 and rounds * at_once == tiles and rounds <= MOST_KEPT_ROUNDS
     if layout.out_features != num_heads * tiles * TILE_ROWS or not fits or not is_large:
         return None
     ring = Ring.of(layout, 1, _HEAD_WARPS, rounds)
-    work = _Work(False, False, False, _HEAD_WARPS, num_heads, rounds, rounds, ring)
-    return _plan_row(layout, device, work, row_pitch)
+    division = Division(False, False, False, _HEAD_WARPS, num_heads, rounds, rounds, ring)
+    return _plan_row(layout, device, division, row_pitch)
 
 
 def plan_kv_heads(layout: PackedLayout, num_kv_heads: int, device: Device) -> PackedPlan | None:
@@ -204,197 +183,64 @@ def plan_kv_heads(layout: PackedLayout, num_kv_heads: int, device: Device) -> Pa
     ring = Ring.of(layout, 1, RUNS, rounds)
     if ring.slots < rounds:
         return None
-    return _plan_row(layout, device, _Work(False, False, False, RUNS, num_kv_heads * RUNS, rounds, 1, ring))
+    return _plan_row(layout, device, Division(False, False, False, RUNS, num_kv_heads * RUNS, rounds, 1, ring))
 
 
 def plan_columns(layout: PackedLayout, num_blocks: int, device: Device) -> PackedPlan | None:
     """Plan the product "gate_up" of one normalised row in which each of `num_blocks` blocks makes neighbouring columns,
     with eight warps and room for all its weights at once; None where that does not fit."""
     rounds, rest = divmod(layout.num_tiles, num_blocks)
-    if rest or layout.runs != RUNS or layout.run_slices > 1 or not 0 < rounds <= _MOST_KEPT_ROUNDS:
+    if rest or layout.runs != RUNS or layout.run_slices > 1 or not 0 < rounds <= MOST_KEPT_ROUNDS:
         return None
     ring = Ring.of(layout, 1, RUNS, rounds)
-    work = _Work(False, False, False, RUNS, num_blocks, rounds, rounds, ring)
-    return _plan_row(layout, device, work) if ring.slots == rounds else None
+    division = Division(False, False, False, RUNS, num_blocks, rounds, rounds, ring)
+    return _plan_row(layout, device, division) if ring.slots == rounds else None
 
 
-def _plan_row(layout: PackedLayout, device: Device, work: _Work, row_pitch: int | None = None) -> PackedPlan:
-    memory = _Memory.of(layout, 1, device, work, is_fed=False)
+def _plan_row(layout: PackedLayout, device: Device, division: Division, row_pitch: int | None = None) -> PackedPlan:
+    memory = BlockMemory.of(layout, 1, device, division, is_fed=False)
     constants = _constants(
-        layout, 1, device, work, memory, normalises=True, prepared=False, row_pitch=row_pitch
+        layout, 1, device, division, memory, normalises=True, prepared=False, row_pitch=row_pitch
     )  # fmt: skip
-    return PackedPlan(layout, constants, work.grid, work.warps * 32, memory.nbytes, prefers_shared=True)
+    return PackedPlan(layout, constants, division.grid, division.warps * 32, memory.nbytes, prefers_shared=True)
 
 
 def _constants(
-    layout: PackedLayout, rows: int, device: Device, work: _Work, memory: _Memory,
+    layout: PackedLayout, rows: int, device: Device, division: Division, memory: BlockMemory,
     *, normalises: bool, prepared: bool, row_pitch: int | None, starts_next: bool = False,
 ) -> LinearPackedConstants:
     # Ternary weights come so fast that the first warps should begin soon: EARLY_WARPS and OWN_RUNS. One row's products
     # in 4 bits wait for memory, and lose by both; qkv also waits for the row's place and was not measured with them.
     is_ternary_row = rows == 1 and layout.bits == TERNARY_BITS and layout.product != "qkv"
-    shares_runs = layout.product == "residual" and not prepared and work.shares_runs
-    is_late = work.in_clusters and rows == _HALF_EARLY_ROWS and work.ring.level > _EARLY_BYTES
-    is_early_by_half = is_late and layout.product == "residual"
+    shares_runs = layout.product == "residual" and not prepared and division.shares_runs
+    own_norm = normalises and not prepared
+    is_early_by_half = division.is_early_by_half(layout, rows)
     return LinearPackedConstants(
         **layout.sizes, rows=rows, norm=normalises, prepared=prepared, portable=device.is_portable,
-        warps=work.warps, shared_run=work.shared_run, clusters=work.in_clusters, kept_rounds=work.kept_rounds,
-        warpgroups=work.multiplies_together(rows, layout) and not device.is_portable,
-        feeds=rows >= _FEEDING_ROWS and work.has_whole_slices(layout),
-        early_slots=0 if device.capability < STARTS_EARLY else 1 if is_early_by_half else work.early_slots(
-            layout, rows, whole_rows=layout.runs == 1 and normalises and not prepared
-        ),
-        small_chunks=work.small_chunks or None,
-        tile_copies=(normalises and not prepared and work.ring.copies_tiles(layout, work.kept_rounds, device)) or None,
-        early_warps=work.warps // 2 if is_early_by_half else work.early_warps if is_ternary_row else None,
+        warps=division.warps, shared_run=division.shared_run, clusters=division.in_clusters,
+        kept_rounds=division.kept_rounds,
+        warpgroups=division.multiplies_together(rows, layout) and not device.is_portable,
+        feeds=rows >= _FEEDING_ROWS and division.has_whole_slices(layout),
+        early_slots=division.early_slots(layout, rows, device),
+        small_chunks=division.small_chunk or None,
+        tile_copies=(own_norm and division.ring.copies_tiles(layout, division.kept_rounds, device)) or None,
+        early_warps=division.warps // 2 if is_early_by_half else division.early_warps if is_ternary_row else None,
         own_runs=True if is_ternary_row and shares_runs else None,
-        received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=_stages(device),
+        received_apart=memory.received_apart, stage_slices=memory.stage_slices, stages=num_stages(device),
         smem_bytes=memory.nbytes, row_pitch=row_pitch,
-        trigger=_BEFORE_WAIT if starts_next else _trigger(layout, rows, work),
+        trigger=_BEFORE_WAIT if starts_next else _trigger(layout, rows, division),
     )  # fmt: skip
 
 
-def _trigger(layout: PackedLayout, rows: int, work: _Work) -> int:
+def _trigger(layout: PackedLayout, rows: int, division: Division) -> int:
     product = layout.product
     if product == "residual" and rows >= _LATE_TRIGGER_ROWS:
         return _AT_END
-    is_wide = layout.runs == 1 if product == "gate_up" else work.exchanges and not work.in_clusters
+    exchanges = division.exchanges and division.in_clusters == (product == "qkv")
+    is_wide = layout.runs == 1 if product == "gate_up" else exchanges
     return _BEHIND_X if is_wide and _ROWS_BEFORE_NEXT.get(product) == rows else _AT_ONCE  # others were not measured
 
 
 def _width(layout: PackedLayout) -> int:
     """Return the columns of the residual stream, which a product reads or adds to."""
     return layout.out_features if layout.product == "residual" else layout.in_features
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The division of a weight's tiles and runs among blocks and warps, in `rounds` turns."""
-
-    shared_run: bool
-    in_clusters: bool
-    exchanges: bool
-    warps: int
-    grid: int
-    rounds: int
-    kept_rounds: int
-    ring: Ring
-    small_chunks: bool = False
-
-    @classmethod
-    def of(cls, layout: PackedLayout, rows: int, device: Device) -> _Work:
-        whole_x, can_cluster = _x_bytes(layout, rows), device.whole_clusters > 0
-        can_cluster = can_cluster and rows <= _CLUSTER_ROWS and layout.run_slices <= _CLUSTER_SLICES
-        find_room = can_cluster and layout.num_tiles <= device.whole_clusters * _MOST_RUN_WARPS
-        largest = _LARGEST_NORMALISED_X if find_room and rows <= _SHARED_ROWS else _LARGEST_WHOLE_X
-        shared_run = layout.runs == 1 or whole_x > min(largest, device.shared_bytes_per_block // 2)
-        copies = layout.runs if shared_run else 1
-        exchanges = shared_run and layout.runs > 1
-        in_clusters = exchanges and can_cluster
-        groups = device.whole_clusters if in_clusters else max(1, device.num_sms // copies)
-        takes_pairs = has_pairs(layout, rows, device)
-        warps = RUNS if takes_pairs else _block_warps(layout.num_tiles, groups, device, shared_run)
-        tiles = warps if shared_run else warps // layout.runs
-        of_block = 1 if in_clusters else 2 if takes_pairs else tiles
-        grid = copies * min(groups, ceil(layout.num_tiles / of_block))
-        rounds = ceil(layout.num_tiles * copies / grid / tiles)
-        kept = rounds if rows == 1 and not shared_run and rounds <= _MOST_KEPT_ROUNDS else 1
-        ring = Ring.of(layout, rows, warps, rounds)
-        x_bytes = layout.run_slices * _x_slice(layout, rows) if shared_run else whole_x
-        lanes_copy = rows == 1 and device.capability < STARTS_EARLY and layout.bits > TERNARY_BITS
-        small = lanes_copy and x_bytes + 2 * ring.level > device.shared_bytes_per_block
-        ring = Ring.of(layout, rows, warps, rounds, has_small_chunks=small)
-        return cls(shared_run, in_clusters, exchanges, warps, grid, rounds, kept, ring, small)
-
-    def early_slots(self, layout: PackedLayout, rows: int, *, whole_rows: bool) -> int:
-        """Return how many chunks of a warp are copied before x is asked for.
-
-        `whole_rows`: each block normalises all of x.
-        """
-        if self.kept_rounds > 1 and layout.run_slices <= _JOINED_SLICES:
-            return self.ring.slots
-        if self.shared_run and whole_rows and rows == _LATE_WEIGHTS_ROWS:
-            return 0
-        return (_EARLY_BYTES if self.shared_run else _EARLY_SPLIT_BYTES) // self.ring.level
-
-    @property
-    def early_warps(self) -> int:
-        """The warps of a block that copy early chunks: so few that the first chunks arrive soon and work can begin."""
-        return self.warps // 2 if self.ring.level > _HALF_EARLY_LEVEL else self.warps
-
-    @property
-    def shares_runs(self) -> bool:
-        """Whether several warps of a block read the same run of x, and not all of them."""
-        return not self.shared_run and self.warps > RUNS
-
-    def multiplies_together(self, rows: int, layout: PackedLayout) -> bool:
-        """Whether four warps share a tensor core product. In clusters, and where many warps have few registers each,
-        they do so only from more rows on, and not with the most rows if minimums take some of those registers."""
-        late = self.in_clusters or self.warps > _WARPGROUP_WARPS
-        if late and layout.zeros == MINIMUMS and rows == ROW_BUCKETS[-1]:
-            return False
-        return self.shared_run and rows >= (_LATE_WARPGROUP_ROWS if late else _WARPGROUP_ROWS)
-
-    def has_whole_slices(self, layout: PackedLayout) -> bool:
-        """Whether each block of a gate_up product writes one slice of its rows, 8 columns a tile, in a single round."""
-        is_even = self.warps * TILE_ROWS // 2 == SLICE_COLUMNS and self.grid * self.warps == layout.num_tiles
-        return layout.product == "gate_up" and self.shared_run and layout.runs == 1 and is_even
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """A block's shared memory: x whole (`stage_slices` 0) or in stages, the ring of weights, sums that peers send."""
-
-    nbytes: int
-    stage_slices: int
-    received_apart: bool
-
-    @classmethod
-    def of(cls, layout: PackedLayout, rows: int, device: Device, work: _Work, *, is_fed: bool) -> _Memory:
-        x_slice, ring, warps = _x_slice(layout, rows), work.ring, work.warps
-        barriers = whole_lines(warps * MAX_SLOTS * 8 + _STAGES * 16 + 16)
-        received = ceil(warps / layout.runs) * layout.runs * ceil(rows / 8) * 512 if work.in_clusters else 0
-        partial = 0 if work.shared_run else work.kept_rounds * warps * 512
-        finishing = whole_lines(partial + whole_lines(rows * 36) + rows * 8)
-        fixed = barriers + finishing + (received if work.rounds > 1 else 0)
-        space = device.shared_bytes_per_block - fixed
-        x_bytes = (layout.run_slices if work.shared_run else layout.num_slices) * x_slice
-        starts_early = is_fed and work.exchanges and not work.in_clusters  # begins with the first stage of fed rows
-        resident = not work.shared_run or (not starts_early and x_bytes + min(ring.slots, 2) * ring.level <= space)
-        # A stage has an even number of slices, or one.
-        fitting = int(device.shared_bytes_per_block * _STAGE_SHARE) // x_slice
-        stage_slices = 0 if resident else min(layout.run_slices, fitting // 2 * 2 or 1)
-        held = x_bytes if resident else _stages(device) * stage_slices * x_slice
-        used = held + max(1, min(ring.slots, (space - held) // ring.level)) * ring.level
-        # Sums from peers have memory of their own if another round needs that of weights and x, or if there is room.
-        apart = work.in_clusters and (work.rounds > 1 or used + received <= space)
-        own = received if apart and work.rounds == 1 else 0
-        return cls(fixed + own + max(used, 0 if apart else received), stage_slices, apart)
-
-
-def _x_slice(layout: PackedLayout, rows: int) -> int:
-    """Return the bytes of a slice of x with its quanta, and with its sums if codes have zero points or minimums."""
-    groups = SLICE_COLUMNS // layout.scale_group if layout.zeros else 0
-    return SLICE_COLUMNS * 2 * rows + (SINGLE_ROW_SUMS if rows == 1 else (groups + 1) * rows * 4)
-
-
-def _x_bytes(layout: PackedLayout, rows: int) -> int:
-    return layout.num_slices * _x_slice(layout, rows)
-
-
-def _stages(device: Device) -> int:
-    return _STAGES if device.shared_bytes_per_block >= LARGE_SHARED_BYTES else _STAGES - 1
-
-
-def _block_warps(num_tiles: int, groups: int, device: Device, shared_run: bool) -> int:
-    """Return the warps of a block with which the busiest block has the fewest tiles, in the fewest rounds."""
-    large = device.shared_bytes_per_block >= LARGE_SHARED_BYTES
-    most = (_MOST_RUN_WARPS if shared_run else _MOST_WARPS) if large else _FEW_WARPS
-    step, share = (_WARPGROUP, 1) if shared_run else (RUNS, RUNS)
-
-    def busiest(warps: int) -> tuple[int, int]:
-        tiles = warps // share
-        rounds = ceil(num_tiles / (groups * tiles))
-        return rounds * tiles, rounds
-
-    return min(range(RUNS, most + 1, step), key=busiest)

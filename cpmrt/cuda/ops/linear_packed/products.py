@@ -19,11 +19,12 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import FETCHING_CAPABILITY, StepProduct, float_bits
 from cpmrt.cuda.ops.linear_packed.constants import LINEAR_PACKED, PREPARE, PREPARE_THREADS, PrepareConstants
+from cpmrt.cuda.ops.linear_packed.division import ROW_BUCKETS
 from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn, num_sums
 from cpmrt.cuda.ops.linear_packed.held_layers import HeldLayers
 from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight, RepackConstants, Weight, packed_layout
 from cpmrt.cuda.ops.linear_packed.long_chunk import LongChunkConstants, plan_long_chunk, takes_long_chunk
-from cpmrt.cuda.ops.linear_packed.plan import ROW_BUCKETS, PackedPlan, plan_packed
+from cpmrt.cuda.ops.linear_packed.plan import PackedPlan, plan_packed
 from cpmrt.cuda.ops.linear_packed.row_layers import joins_products
 from cpmrt.cuda.ops.linear_packed.short_chunk import ChunkPlan, plan_short_chunk, takes_short_chunk
 from cpmrt.memory.packed_regions import PackedRegion

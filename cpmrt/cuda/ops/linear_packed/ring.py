@@ -14,8 +14,6 @@ MAX_SLOTS = 8
 """The most chunks of a warp in the ring."""
 # The most bytes of the ring for one row.
 _SINGLE_ROW_RING = 139_264
-# Slices of a small chunk, taken where there would be no room for two chunks of whole lines.
-_SMALL_CHUNK = 2
 # Chunks of whole lines copy faster; in 8 bits they are so large that many rows, or many warps, leave room for one only.
 _LARGE_CHUNK_ROWS, _LARGE_CHUNK_WARPS = 16, 16
 # The width of a model, and the bits of its weights, in which one copy brings a tile of gate_up (`copies_tiles`).
@@ -30,13 +28,13 @@ class Ring:
     level: int
 
     @classmethod
-    def of(cls, layout: PackedLayout, rows: int, warps: int, rounds: int, *, has_small_chunks: bool = False) -> Ring:
+    def of(cls, layout: PackedLayout, rows: int, warps: int, rounds: int, *, small_chunk: int = 0) -> Ring:
         are_small = layout.bits == 8 and (rows > _LARGE_CHUNK_ROWS or warps > _LARGE_CHUNK_WARPS)
         copied = LINE_BYTES // 2 if are_small else LINE_BYTES
         aligned = next(slices for slices in (1, 2, 4) if slices * layout.unit_bytes % copied == 0)
         has_large = rows == 1 and layout.bits == TERNARY_BITS and warps <= 16 and layout.run_slices % 8 == 0
         together = 8 if has_large else 2 if rows == 16 or layout.bits == 8 else 4 if rows <= 8 else 1
-        chunk_slices = min(_SMALL_CHUNK if has_small_chunks else max(aligned, together), layout.run_slices)
+        chunk_slices = min(small_chunk or max(aligned, together), layout.run_slices)
         level = warps * whole_lines(chunk_slices * layout.unit_bytes)
         slots = min(MAX_SLOTS, rounds * ceil(layout.run_slices / chunk_slices))
         return cls(slots if rows > 1 else max(1, min(slots, _SINGLE_ROW_RING // level)), level)

@@ -12,8 +12,8 @@ from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.attention import QUERY_TILE
 from cpmrt.cuda.ops.attention.decode import DecodePlan
 from cpmrt.cuda.ops.linear import STARTS_EARLY
+from cpmrt.cuda.ops.linear_packed.division import SINGLE_ROW_SUMS
 from cpmrt.cuda.ops.linear_packed.layout import RUNS, SLICE_COLUMNS, TILE_ROWS, PackedLayout
-from cpmrt.cuda.ops.linear_packed.plan import SINGLE_ROW_SUMS
 from cpmrt.memory.caches import PAGE_SIZE
 from cpmrt.tensor_spec import PLAIN_HEAD_DIM, TensorSpec
 
