@@ -615,6 +615,8 @@ def test_blocks_do_not_each_turn_8_rows_into_integers(name: str, in_clusters: bo
 
 
 def test_64_rows_go_to_clusters_of_few_warps_where_these_take_all_tiles() -> None:
+    latent_down = layout_of("qkv", (1056, 2560), 128, H200, zeros=0, head_dim=1056, bits=4)
+    assert not plan_packed(latent_down, 64, H200).constants.clusters, "a block would normalise three slices"
     for name, in_clusters in (("0.5B qkv", True), ("0.5B down", True), ("5-2B o", False), ("8B o", False)):
         plan = plan_packed(make_layout(name, H200), 64, H200)
         assert plan.constants.clusters == in_clusters and (not in_clusters or plan.block == 8 * 32), name
@@ -625,7 +627,7 @@ def test_64_rows_go_to_clusters_of_few_warps_where_these_take_all_tiles() -> Non
     [
         ("5-2B gate_up", H200, 32, False), ("5-2B gate_up", H200, 64, True), ("0.5B gate_up", H200, 64, False),
         ("5-2B qkv", RTX_4090, 16, False), ("5-2B qkv", RTX_4090, 32, True), ("5-2B o", RTX_4090, 8, False),
-        ("5-2B o", RTX_4090, 16, True), ("8B down", RTX_4090, 1, False),
+        ("5-2B o", RTX_4090, 16, True), ("8B o", ORIN, 8, False), ("8B down", RTX_4090, 1, False),
     ],
 )  # fmt: skip
 def test_a_block_keeps_all_of_x_as_long_as_it_has_room(name: str, device: Device, rows: int, shared_run: bool) -> None:

@@ -29,11 +29,14 @@ _WARPGROUP = 4
 _WARPGROUP_ROWS, _LATE_WARPGROUP_ROWS, _WARPGROUP_WARPS = 16, 32, 16
 # Of x that blocks turn into integers themselves, a block keeps all only up to this share of its shared memory: one row,
 # and several rows. Of more a block takes one run of K, and exchanges sums with others. So it does where several rows
-# that come prepared have more than _MOST_PREPARED_X bytes, which the L2 would have to send to every block.
-_WHOLE_ROW_SHARE, _WHOLE_ROWS_SHARE, _MOST_PREPARED_X = 0.5, 0.35, 140_000
+# that come prepared have more than _MOST_PREPARED_X bytes, which the L2 would have to send to every block; and where
+# there are many rows, but fewer than so many tiles a multiprocessor, so that the exchange takes few rounds.
+_WHOLE_ROW_SHARE, _WHOLE_ROWS_SHARE, _MOST_PREPARED_X = 0.5, 0.4, 140_000
+_MANY_ROWS, _MANY_ROWS_TILES = 64, 2
 # Eight blocks exchange their sums inside a cluster where that is faster than through memory. Clusters leave a tenth of
 # the multiprocessors without work: they pay for short runs of K, and where products take less time than the exchange.
-# With 64 rows they pay where few warps a block, which have registers for so many sums, take all tiles.
+# With 64 rows they pay where few warps a block, which have registers for so many sums, take all tiles, and normalise no
+# more than a slice of the rows.
 _CLUSTER_SLICES, _CLUSTER_ROWS, _CLUSTER_ROWS_WARPS = 8, 32, 8
 # Stages of x, and the most bytes of one as a share of a block's shared memory: the warps of a block wait for each other
 # at each stage, and the ring of weights needs room as well.
@@ -208,8 +211,11 @@ def _wants_small_chunks(layout: PackedLayout, rows: int, device: Device, shared_
 
 
 def _can_cluster(layout: PackedLayout, rows: int, device: Device) -> bool:
-    are_few = rows <= _CLUSTER_ROWS or layout.num_tiles <= device.whole_clusters * _CLUSTER_ROWS_WARPS
-    return device.whole_clusters > 0 and are_few and layout.run_slices <= _CLUSTER_SLICES
+    if rows > _CLUSTER_ROWS:
+        are_few = layout.num_tiles <= device.whole_clusters * _CLUSTER_ROWS_WARPS
+        if not are_few or (layout.product != "residual" and layout.run_slices > 1):
+            return False
+    return device.whole_clusters > 0 and layout.run_slices <= _CLUSTER_SLICES
 
 
 def _keeps_whole_x(layout: PackedLayout, rows: int, device: Device) -> bool:
@@ -220,6 +226,8 @@ def _keeps_whole_x(layout: PackedLayout, rows: int, device: Device) -> bool:
     shared, whole = device.shared_bytes_per_block, x_bytes(layout, rows)
     if rows == 1 or layout.product == "residual":
         return whole <= (_WHOLE_ROW_SHARE if rows == 1 else _WHOLE_ROWS_SHARE) * shared
+    if rows >= _MANY_ROWS and layout.num_tiles < _MANY_ROWS_TILES * device.num_sms:
+        return False
     warps = _block_warps(layout.num_tiles, device.num_sms, rows, device, shared_run=False)
     least = whole + Ring.of(layout, rows, warps, rounds=1).level
     least += _fixed_bytes(rows, warps, kept_rounds=1, shared_run=False)
