@@ -31,12 +31,14 @@ _LINES_OF_AN_ERROR = 5
 _8B, _05B, _INT4 = "--shape minicpm4-8b", "--shape minicpm4-0.5b", "--weight-bits 4"
 _SHORT, _LONG, _SPARSE = "--max-context 2048", "--max-context 131072", "--sparse {}"
 _MANY = "--case 1024:64:8 --case 1024:192:32 --case 1024:64:64"
+_MANY_SMALL = "--case 1024:192:8 --case 1024:192:32 --case 1024:192:64"
 _MANY_LONG = "--case 8000:192:8 --case 32512:256:8"
 # Prompts of 128K and more take seconds, and are measured once behind a warm-up.
 _AT_1K, _AT_32K, _AT_128K = "--case 1024:256", "--context 32K", "--context 128K --repeats 1"
 _TREE = f"{_8B} --draft eagle2 --draft-weight-bits 4 --draft-vocab 32768 --draft-head-bits 4 --simulate-accept 2.5"
 _NODES_12 = f"{_TREE} --draft-iters 2 --tree-size 12"
-_HEAD_8, _WINDOW = "--lm-head-bits 8", "--draft-window 1024"
+_HEAD_8, _WINDOW, _2B = "--lm-head-bits 8", "--draft-window 1024", "--shape minicpm5-2b"
+_CHAIN = "--draft dspark --draft-weight-bits 4 --draft-head-bits 4 --draft-iters 7 --simulate-accept 4.05"
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,14 @@ ROWS = (
     Row("8b int4, sparse, 12 nodes, 128K", f"{_NODES_12} {_INT4} {_SPARSE} {_LONG} {_AT_128K}"),
     Row("8b int4, sparse, 12 nodes, window, 128K", f"{_NODES_12} {_WINDOW} {_INT4} {_SPARSE} {_LONG} {_AT_128K}"),
     Row("8b int4, portable", f"{_8B} {_INT4} {_LONG} {_AT_1K} --context 8K {_AT_32K}", is_portable=True),
+    Row("8b int4, portable, sequences", f"{_8B} {_INT4} {_SHORT} {_MANY_SMALL}", is_portable=True),
     Row("8b bf16, portable", f"{_8B} {_SHORT} {_AT_1K}", is_portable=True),
     Row("05b bf16, portable", f"{_05B} {_SHORT} {_AT_1K}", is_portable=True),
     *_minicpm5("2b", "minicpm5-2b"),
     *_minicpm5("1b", "minicpm5-1b"),
+    Row("2b int4, sequences", f"{_2B} {_INT4} {_HEAD_8} {_SHORT} {_MANY_SMALL}"),
+    Row("2b int4, dspark", f"{_2B} {_INT4} {_HEAD_8} {_CHAIN} {_SHORT} --case 960:256"),
+    Row("05b int4, sequences", f"{_05B} {_INT4} {_SHORT} {_MANY_SMALL}"),
     Row("8b bf16, sparse", f"{_8B} {_SPARSE} {_LONG} {_AT_32K}"),
     Row("8b bf16, sparse, 128K", f"{_8B} {_SPARSE} {_LONG} {_AT_128K}"),
     Row("8b bf16, sequences", f"{_8B} {_SHORT} --case 1024:64:8"),
