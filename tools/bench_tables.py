@@ -32,6 +32,7 @@ _8B, _05B, _INT4 = "--shape minicpm4-8b", "--shape minicpm4-0.5b", "--weight-bit
 _SHORT, _LONG, _SPARSE = "--max-context 2048", "--max-context 131072", "--sparse {}"
 _MANY = "--case 1024:64:8 --case 1024:192:32 --case 1024:64:64"
 _MANY_SMALL = "--case 1024:192:8 --case 1024:192:32 --case 1024:192:64"
+_MANY_PORTABLE = "--case 1024:192:8 --case 1024:192:12 --case 1024:192:32"
 _MANY_LONG = "--case 8000:192:8 --case 32512:256:8"
 # Prompts of 128K and more take seconds, and are measured once behind a warm-up.
 _AT_1K, _AT_32K, _AT_128K = "--case 1024:256", "--context 32K", "--context 128K --repeats 1"
@@ -84,7 +85,7 @@ ROWS = (
     Row("8b int4, sparse, 12 nodes, 128K", f"{_NODES_12} {_INT4} {_SPARSE} {_LONG} {_AT_128K}"),
     Row("8b int4, sparse, 12 nodes, window, 128K", f"{_NODES_12} {_WINDOW} {_INT4} {_SPARSE} {_LONG} {_AT_128K}"),
     Row("8b int4, portable", f"{_8B} {_INT4} {_LONG} {_AT_1K} --context 8K {_AT_32K}", is_portable=True),
-    Row("8b int4, portable, sequences", f"{_8B} {_INT4} {_SHORT} {_MANY_SMALL}", is_portable=True),
+    Row("8b int4, portable, sequences", f"{_8B} {_INT4} {_SHORT} {_MANY_PORTABLE}", is_portable=True),
     Row("8b bf16, portable", f"{_8B} {_SHORT} {_AT_1K}", is_portable=True),
     Row("05b bf16, portable", f"{_05B} {_SHORT} {_AT_1K}", is_portable=True),
     *_minicpm5("2b", "minicpm5-2b"),
