@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from cpmrt.errors import CheckpointError, quoted, reason_of
 
 MAX_JSON_BYTES = 10_000_000
 DOWNLOAD_AGAIN = "the file may be cut or damaged: download it again"
+_MEND = "mend the file, or download it again"
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of the small text that git leaves in place of a large file."""
 
@@ -115,6 +117,9 @@ def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[
 
     if raw.startswith(LFS_POINTER):
         raise lfs_pointer(source)
+    if raw.startswith(BOM_UTF8):
+        what = f"{source} is not valid JSON: it begins with a byte order mark"
+        raise CheckpointError(what, fix="save it as UTF-8 without one")
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         for key, count in Counter(key for key, _ in pairs).items():
@@ -125,11 +130,11 @@ def parse_object(raw: bytes, source: str, *, unique_keys: bool = False) -> dict[
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique if unique_keys else None)
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{source} is not UTF-8: byte {error.start} cannot be decoded") from error
+        raise CheckpointError(f"{source} is not UTF-8: byte {error.start} cannot be decoded", fix=_MEND) from error
     except RecursionError as error:
         raise CheckpointError(f"{source} is nested too deeply to be JSON of a model") from error
     except ValueError as error:
-        raise CheckpointError(f"{source} is not valid JSON: {error}") from error
+        raise CheckpointError(f"{source} is not valid JSON: {error}", fix=_MEND) from error
     if not isinstance(value, dict):
         raise CheckpointError(source, expected="a JSON object", actual=quoted(value))
     return value

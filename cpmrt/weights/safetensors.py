@@ -136,11 +136,12 @@ def _entry(path: Path, name: str, fields: object, start: int, size: int) -> Tens
             actual=quoted(offsets[1]),
             fix=DOWNLOAD_AGAIN,
         )
-    nbytes, odd_bits = divmod(prod(shape) * bits, 8)
+    num_bits = prod(shape) * bits
+    nbytes, odd_bits = divmod(num_bits, 8)
     if odd_bits or nbytes != offsets[1] - offsets[0]:
         raise CheckpointError(
             f"{where}: data_offsets do not fit dtype and shape",
-            expected=f"{prod(shape) * bits / 8:g} bytes for {dtype} {list(shape)}",
+            expected=f"{num_bits / 8 if odd_bits else nbytes} bytes for {dtype} {list(shape)}",
             actual=f"{offsets[1] - offsets[0]} bytes",
         )
     return TensorEntry(name, dtype, shape, path, start + offsets[0], nbytes)

@@ -95,6 +95,7 @@ MALFORMED = {
     "too many bytes for the shape": (one(shape=[1]), "expected 4 bytes"),
     "bytes for an empty tensor": (one(shape=[0]), "expected 0 bytes"),
     "bytes of another dtype": (one("BF16"), "expected 4 bytes for BF16 [2]"),
+    "very many bytes": (one("F64", [640, 256]), "expected 1310720 bytes for F64 [640, 256], got 8 bytes"),
     "half a byte": (one("F4", [3], [0, 1], 1), "expected 1.5 bytes"),
     "same place twice": (build({"a": entry(), "b": entry()}, bytes(8)), "overlaps"),
     "overlap": (build({"a": entry(), "b": entry(offsets=(4, 12))}, bytes(12)), "overlaps"),
