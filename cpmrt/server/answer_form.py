@@ -47,7 +47,7 @@ def read_form(fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
         if outputs.boolean("json_object"):
             found[outputs.name("json_object")] = ("json_schema", _ANY_OBJECT)
         if not found:
-            raise invalid("structured_outputs", f"expected one of {', '.join(_OUTPUTS)} and json_object")
+            raise invalid("structured_outputs", f"expected one of {', '.join(_OUTPUTS)} and json_object, got none")
     if len(found) > 1:
         first, second, *_ = found
         raise invalid(second, f"not together with {first}: an answer has one form")
@@ -71,10 +71,11 @@ def _value(fields: Fields, name: str, kind: str) -> Any:
             raise invalid(fields.name(name), f"expected a JSON schema, got {shown(value)}")
     elif kind == "choices":
         choices = fields.array(name)
-        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-            raise invalid(fields.name(name), "expected an array of strings, none empty")
+        wrong = [choice for choice in choices or [choices] if not isinstance(choice, str) or not choice]
+        if wrong:
+            raise invalid(fields.name(name), f"expected an array of strings, none empty, got {shown(wrong[0])}")
     elif not fields.string(name):
-        raise invalid(fields.name(name), "expected a string that is not empty")
+        raise invalid(fields.name(name), "expected a string that is not empty, got ''")
     return value
 
 
@@ -90,8 +91,10 @@ def _response_format(fields: Fields) -> dict[str, tuple[str, Any]]:
     if kind != "json_schema":
         raise invalid("response_format.type", f"expected text, json_object or json_schema, got {shown(kind)}")
     described = wanted.object("json_schema")
-    schema = None if described is None else described.mapping("schema")
-    if described is None or schema is None:
-        raise invalid("response_format.json_schema", "expected an object with a name and a schema")
+    if described is None:
+        raise invalid("response_format.json_schema", "expected an object with a name and a schema, got null")
+    schema = described.mapping("schema")
+    if schema is None:
+        raise invalid(described.name("schema"), "expected a JSON schema (an object), got null")
     described.boolean("strict")  # a schema binds either way
     return {described.name("schema"): ("json_schema", schema)}

@@ -11,7 +11,7 @@ from cpmrt.server.answers import event
 from cpmrt.server.engine_thread import Item
 from cpmrt.server.errors import ApiError, invalid, naming
 from cpmrt.server.fill_in_middle import fill_prompt
-from cpmrt.server.json_body import Fields
+from cpmrt.server.json_body import Fields, shown
 from cpmrt.server.schema import read_wanted
 from cpmrt.server.service import Prepared, Service, choices_of
 from cpmrt.server.unused_fields import REFUSED_IN_INFILL, check_unused
@@ -79,7 +79,7 @@ def _extra_text(fields: Fields) -> str:
     for index, extra in enumerate(fields.array("input_extra") or []):
         text = extra.get("text") if isinstance(extra, dict) else None
         if not isinstance(text, str):
-            raise invalid(f"input_extra[{index}]", "expected an object with text")
+            raise invalid(f"input_extra[{index}]", f"expected an object with text, got {shown(extra)}")
         texts.append(f"--- {extra.get('filename') or 'snippet'} ---\n{text}\n\n")
     return "".join(texts)
 

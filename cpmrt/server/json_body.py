@@ -186,14 +186,19 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def whole_numbers(values: object) -> list[int] | None:
-    """Return an array of whole numbers; 4.0 counts, as JSON does not tell them apart. None for anything else."""
-    if not isinstance(values, list):
-        return None
-    if all(map(is_integer, values)):
-        return values
-    numbers = [int(value) for value in values if is_number(value) and value == int(value)]
-    return numbers if len(numbers) == len(values) else None
+def token_ids(value: object, where: str) -> list[int]:
+    """Return an array of whole numbers; 4.0 counts, as JSON does not tell them apart.
+
+    Raises ApiError 400 that names the first element of another type.
+    """
+    if not isinstance(value, list):
+        raise invalid(where, f"expected an array of token ids, got {shown(value)}")
+    if all(map(is_integer, value)):
+        return value
+    for index, number in enumerate(value):
+        if not (is_number(number) and number == int(number)):
+            raise invalid(f"{where}[{index}]", f"expected a token id, got {shown(number)}")
+    return list(map(int, value))
 
 
 def is_number(value: object) -> bool:
@@ -213,7 +218,8 @@ def checked_text(text: str, where: str) -> str:
 def shown(value: object) -> str:
     """Return a value for an error message as JSON has it, cut short."""
     if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "an array"
+        kind = "object" if isinstance(value, dict) else "array"
+        return f"an {kind}" if value else f"an empty {kind}"
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, str):

@@ -48,7 +48,7 @@ def read_conversation(body: dict[str, Any], models: Sequence[str]) -> Conversati
         raise unsupported("output_config.format", LEAVE_OUT)
     turns = fields.array("messages")
     if not turns:
-        raise invalid("messages", "expected an array of at least one message")
+        raise invalid("messages", f"expected an array of at least one message, got {shown(turns)}")
     messages = _system(fields.raw("system"))
     for index, turn in enumerate(turns):
         messages += _turn(turn, f"messages[{index}]")
@@ -73,7 +73,7 @@ def read_settings(body: dict[str, Any]) -> Wanted:
     fields = Fields(body)
     max_tokens = fields.integer("max_tokens")
     if max_tokens is None:
-        raise invalid("max_tokens", "expected a number of tokens")
+        raise invalid("max_tokens", "expected a number of tokens, got null")
     wanted = read_wanted(fields, max_tokens, None, stop_field="stop_sequences")
     if wanted.num_choices != 1:
         raise invalid("n", "only one answer here")
@@ -104,7 +104,7 @@ def _text(block: Block, where: str) -> str:
     if block.get("type") != "text":
         raise ApiError(400, f"{where}: only text is supported, got {shown(block.get('type'))}", param=where)
     if not isinstance(block.get("text"), str):
-        raise invalid(f"{where}.text", "expected a string")
+        raise invalid(f"{where}.text", f"expected a string, got {shown(block.get('text'))}")
     return checked_text(block["text"], f"{where}.text")
 
 
@@ -151,8 +151,10 @@ def _user(blocks: list[tuple[Block, str]]) -> list[dict[str, Any]]:
 
 def _tool_call(block: Block, where: str) -> dict[str, Any]:
     name, arguments = block.get("name"), block.get("input")
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise invalid(where, "expected a tool_use block with a name and an object as input")
+    if not isinstance(name, str):
+        raise invalid(f"{where}.name", f"expected a string, got {shown(name)}")
+    if not isinstance(arguments, dict):
+        raise invalid(f"{where}.input", f"expected an object, got {shown(arguments)}")
     return {"id": str(block.get("id", "")), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -163,8 +165,9 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
         where = f"tools[{index}]"
         if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
             raise unsupported(where, "only tools with a name and an input_schema")
-        if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
-            raise invalid(where, "expected an object with a name and an input_schema")
+        for name, kind, expected in (("name", str, "a string"), ("input_schema", dict, "an object")):
+            if not isinstance(tool.get(name), kind):
+                raise invalid(f"{where}.{name}", f"expected {expected}, got {shown(tool.get(name))}")
         function = {"name": tool["name"], "parameters": tool["input_schema"]}
         if isinstance(tool.get("description"), str):
             function["description"] = tool["description"]
@@ -183,7 +186,7 @@ def _called(choice: Fields, tools: list[dict[str, Any]]) -> tuple[str, ...]:
         raise invalid("tool_choice", "only together with tools")
     name = choice.string("name")
     if kind == "tool" and name not in names:
-        raise invalid("tool_choice.name", "expected the name of one of the tools")
+        raise invalid("tool_choice.name", f"expected the name of one of the tools, got {shown(name)}")
     return names if kind == "any" else (str(name),)
 
 

@@ -57,9 +57,11 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": checked_text(given, "input")}]
     if not isinstance(given, list) or not given:
-        raise invalid("input", "expected a text or an array of items")
+        raise invalid("input", f"expected a text or an array of items, got {shown(given)}")
     for index, item in enumerate(given):
         _add(messages, item, f"input[{index}]")
+    if not messages:
+        raise invalid("input", "expected a message, a call or its output, got reasoning only")
     return messages
 
 
@@ -85,11 +87,11 @@ def _function(item: Fields) -> dict[str, Any]:
     """Return the name and the arguments of a call."""
     name, arguments = item.string("name"), item.raw("arguments")
     if name is None:
-        raise invalid(item.name("name"), "expected the name of a function")
+        raise invalid(item.name("name"), f"expected the name of a function, got {shown(name)}")
     if isinstance(arguments, str) or arguments is None:
         arguments = arguments_in(arguments or "{}")
     if not isinstance(arguments, dict):
-        raise invalid(item.name("arguments"), "expected a JSON object in a string")
+        raise invalid(item.name("arguments"), f"expected a JSON object in a string, got {shown(item.raw('arguments'))}")
     return {"name": name, "arguments": arguments}
 
 

@@ -9,14 +9,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, cast
+from typing import Any
 
 from cpmrt.config import SamplingParams
 from cpmrt.config.sampling import MAX_LOGPROBS
 from cpmrt.engine import request_seed
 from cpmrt.server.answer_form import read_form
 from cpmrt.server.errors import ApiError, invalid, naming, unsupported
-from cpmrt.server.json_body import Fields, is_number, shown, whole_numbers
+from cpmrt.server.json_body import Fields, is_number, shown, token_ids
 from cpmrt.server.refusals import with_refusals_as_text
 from cpmrt.server.unused_fields import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS, check_unused
 from cpmrt.text.messages import arguments_in
@@ -220,7 +220,7 @@ def read_messages(fields: Fields) -> list[dict[str, Any]]:
     """Read the messages of a chat, as templates take them."""
     messages = fields.array("messages")
     if not messages:
-        raise invalid("messages", "expected an array of at least one message")
+        raise invalid("messages", f"expected an array of at least one message, got {shown(messages)}")
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -261,12 +261,14 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     for index, call in enumerate(calls if isinstance(calls, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid(f"{where}[{index}]", "expected an object with a function, which has name and arguments")
+            problem = f"expected an object with a function, which has name and arguments, got {shown(call)}"
+            raise invalid(f"{where}[{index}]", problem)
         arguments = function.get("arguments")
         if isinstance(arguments, str) or arguments is None:
             arguments = arguments_in(arguments or "{}")
         if not isinstance(arguments, dict):
-            raise invalid(f"{where}[{index}].function.arguments", "expected a JSON object in a string")
+            problem = f"expected a JSON object in a string, got {shown(function['arguments'])}"
+            raise invalid(f"{where}[{index}].function.arguments", problem)
         checked.append({**call, "function": {**function, "arguments": arguments}})
     return checked
 
@@ -285,9 +287,11 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise invalid(f"tools[{index}]", 'expected {"type": "function", "function": {"name": ...}}')
+            problem = f'expected {{"type": "function", "function": {{"name": ...}}}}, got {shown(tool)}'
+            raise invalid(f"tools[{index}]", problem)
         if not isinstance(function.get("parameters"), (dict, NoneType)):
-            raise invalid(f"tools[{index}].function.parameters", "expected a JSON schema (an object)")
+            problem = f"expected a JSON schema (an object), got {shown(function['parameters'])}"
+            raise invalid(f"tools[{index}].function.parameters", problem)
     if choice not in (None, "none") and not tools:
         raise invalid("tool_choice", "only together with tools")
     return [] if choice == "none" else [{**tool, "function": _given(tool["function"])} for tool in tools]
@@ -302,22 +306,29 @@ def read_prompts(fields: Fields, name: str, most: int) -> list[str | list[int]]:
     """Read a field with one prompt or several, at most `most`."""
     value = fields.raw(name)
     if isinstance(value, str) or (isinstance(value, list) and value and not isinstance(value[0], (str, list))):
-        value = [value]
+        return [_prompt(value, name)]
     if not isinstance(value, list) or not value:
-        raise invalid(name, "expected a string, an array of token ids, or an array of either")
+        raise invalid(name, f"expected a string, an array of token ids, or an array of either, got {shown(value)}")
     if len(value) > most:
         raise invalid(name, f"expected at most {most} prompts, got {len(value)}")
-    prompts = [prompt if isinstance(prompt, str) else whole_numbers(prompt) for prompt in value]
-    if None in prompts:
-        raise invalid(name, "expected a string, an array of token ids, or an array of either")
-    return cast(list[str | list[int]], prompts)
+    return [_prompt(prompt, f"{name}[{index}]") for index, prompt in enumerate(value)]
+
+
+def _prompt(value: Any, where: str) -> str | list[int]:
+    if not isinstance(value, (str, list)):
+        raise invalid(where, f"expected a string or an array of token ids, got {shown(value)}")
+    return value if isinstance(value, str) else token_ids(value, where)
 
 
 def _stop(fields: Fields, name: str) -> tuple[str, ...]:
     value = fields.raw(name)
     texts = [value] if isinstance(value, str) else [] if value is None else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise invalid(name, "expected a non-empty string or an array of them")
+    if not isinstance(texts, list):
+        raise invalid(name, f"expected a non-empty string or an array of them, got {shown(value)}")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            where = name if texts is not value else f"{name}[{index}]"
+            raise invalid(where, f"expected a non-empty string, got {shown(text)}")
     if len(texts) > MAX_STOP:
         raise invalid(name, f"expected at most {MAX_STOP} strings, got {len(texts)}")
     try:
@@ -330,20 +341,26 @@ def _stop(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def _stop_token_ids(fields: Fields) -> tuple[int, ...]:
-    ids = whole_numbers(fields.array("stop_token_ids") or [])
-    if ids is None or not all(0 <= token < 2**31 for token in ids):
-        raise invalid("stop_token_ids", "expected an array of token ids")
+    ids = token_ids(fields.array("stop_token_ids") or [], "stop_token_ids")
+    for index, token in enumerate(ids):
+        if not 0 <= token < 2**31:
+            raise invalid(f"stop_token_ids[{index}]", f"expected a token id, got {shown(token)}")
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"expected at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
     return tuple(ids)
 
 
 def _logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
-    biases, pairs = fields.mapping("logit_bias") or {}, []
-    if len(biases) > MAX_LOGIT_BIAS:
-        raise invalid("logit_bias", f"expected at most {MAX_LOGIT_BIAS} token ids, got {len(biases)}")
-    for key, bias in biases.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and is_number(bias) and -100 <= bias <= 100):
-            raise invalid("logit_bias", "expected token ids as keys and numbers in [-100, 100] as values")
-        pairs.append((int(key), float(bias)))
-    return tuple(pairs)
+    biases = dict[int, float]()
+    given = fields.mapping("logit_bias") or {}
+    if len(given) > MAX_LOGIT_BIAS:
+        raise invalid("logit_bias", f"expected at most {MAX_LOGIT_BIAS} token ids, got {len(given)}")
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise invalid("logit_bias", f"expected token ids as keys, got {shown(key)}")
+        if not (is_number(bias) and -100 <= bias <= 100):
+            raise invalid("logit_bias", f"expected numbers in [-100, 100] as values, got {shown(bias)} for token {key}")
+        if int(key) in biases:
+            raise invalid("logit_bias", f"expected one bias for each token, got two for token {int(key)}")
+        biases[int(key)] = float(bias)
+    return tuple(biases.items())

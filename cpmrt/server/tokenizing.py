@@ -12,7 +12,7 @@ from typing import Any
 
 from cpmrt.server.errors import ApiError, invalid
 from cpmrt.server.fill_in_middle import markers_of
-from cpmrt.server.json_body import Fields, whole_numbers
+from cpmrt.server.json_body import Fields, token_ids
 from cpmrt.server.schema import read_messages, read_template_kwargs, read_tools
 from cpmrt.server.service import Service
 from cpmrt.server.unused_fields import REFUSED_IN_TOKENIZE, check_unused
@@ -30,6 +30,9 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of a text, or those of a chat as its template writes it. Raises ApiError, RequestError."""
     fields, llm = Fields(body), service.engine.llm
     tokenizer = needed(llm.tokenizer)
+    given = [name for name in ("messages", "prompt", "content") if fields.raw(name) is not None]
+    if len(given) > 1:
+        raise invalid(given[1], f"contradicts {given[0]}; give one of them")
     text, content = fields.string("prompt"), fields.string("content")
     template, encode = _template_fields(fields), _encoder(tokenizer, fields, begins=text is not None)
     if fields.raw("messages") is not None:
@@ -48,9 +51,7 @@ def tokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
 
 def detokenize(service: Service, body: dict[str, Any]) -> dict[str, Any]:
     """Return the text of {"tokens": [...]}, special tokens written out. Raises ApiError, RequestError."""
-    tokens = whole_numbers(Fields(body).raw("tokens"))
-    if tokens is None:
-        raise invalid("tokens", "expected an array of token ids")
+    tokens = token_ids(Fields(body).raw("tokens"), "tokens")
     llm = service.engine.llm
     for index, token in enumerate(tokens):
         if not 0 <= token < llm.config.vocab_size:

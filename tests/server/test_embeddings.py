@@ -92,7 +92,7 @@ def test_more_texts_than_slots_beside_a_stream(demo, client):
     ({"model": "ada"}, openai.NotFoundError, "model"),
     ({"input": []}, openai.BadRequestError, "input"),
     ({"input": ["x"] * 2049}, openai.BadRequestError, "input"),
-    ({"input": [{"text": "x"}]}, openai.BadRequestError, "input"),
+    ({"input": [{"text": "x"}]}, openai.BadRequestError, "input[0]"),
     ({"input": [5] * 600}, openai.BadRequestError, None),
     ({"input": [5, 99999]}, openai.BadRequestError, "input"),
     ({"encoding_format": "int8"}, openai.BadRequestError, "encoding_format"),

@@ -117,3 +117,64 @@ def test_a_name_of_the_client_s_that_looks_like_one_of_python_stays(demo):
     choice = {"type": "function", "function": {"name": "SamplingParams.top_p"}}
     error = refused(demo, CHAT, {"messages": SAID, "tools": TOOLS, "tool_choice": choice})
     assert error["message"].endswith("got 'SamplingParams.top_p'")
+
+
+EITHER = "expected a string, an array of token ids, or an array of either"
+CHOSEN = {"messages": SAID, "tools": TOOLS, "tool_choice": "required"}
+
+
+@pytest.mark.parametrize(("path", "body", "param", "problem"), [
+    (COMPLETIONS, {"prompt": []}, "prompt", f"{EITHER}, got an empty array"),
+    (COMPLETIONS, {}, "prompt", f"{EITHER}, got null"),
+    (COMPLETIONS, {"prompt": [1, 2, "x"]}, "prompt[2]", "expected a token id, got 'x'"),
+    (COMPLETIONS, {"prompt": ["x", 5]}, "prompt[1]", "expected a string or an array of token ids, got 5"),
+    (COMPLETIONS, {"prompt": [[1], [2, 1.5]]}, "prompt[1][1]", "expected a token id, got 1.5"),
+    ("/v1/embeddings", {"input": {"x": 1}}, "input", f"{EITHER}, got an object"),
+    (COMPLETIONS, {"prompt": "x", "stop": 3}, "stop", "expected a non-empty string or an array of them, got 3"),
+    (COMPLETIONS, {"prompt": "x", "stop": ""}, "stop", "expected a non-empty string, got ''"),
+    (COMPLETIONS, {"prompt": "x", "stop": ["a", None]}, "stop[1]", "expected a non-empty string, got null"),
+    (COMPLETIONS, {"prompt": "x", "stop_token_ids": [5, -1]}, "stop_token_ids[1]", "expected a token id, got -1"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "expected token ids as keys, got 'a'"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias",
+     "expected numbers in [-100, 100] as values, got 101 for token 5"),
+    (COMPLETIONS, {"prompt": "x", "guided_choice": ["a", 1]}, "guided_choice",
+     "expected an array of strings, none empty, got 1"),
+    (CHAT, {"messages": []}, "messages", "expected an array of at least one message, got an empty array"),
+    (CHAT, {}, "messages", "expected an array of at least one message, got null"),
+    (CHAT, CHOSEN | {"tools": [{}]}, "tools[0]",
+     'expected {"type": "function", "function": {"name": ...}}, got an empty object'),
+    (CHAT, {"messages": SAID, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+     "response_format.json_schema.schema", "expected a JSON schema (an object), got null"),
+    ("/v1/responses", {"input": []}, "input", "expected a text or an array of items, got an empty array"),
+    ("/v1/responses", {"input": [{"type": "reasoning", "summary": []}]}, "input",
+     "expected a message, a call or its output, got reasoning only"),
+    ("/detokenize", {"tokens": "x"}, "tokens", "expected an array of token ids, got 'x'"),
+    ("/detokenize", {"tokens": [1, None]}, "tokens[1]", "expected a token id, got null"),
+])  # fmt: skip
+def test_a_wrong_value_is_told_with_its_place(demo, path, body, param, problem):
+    error = refused(demo, path, body)
+    assert (error["param"], error["message"]) == (param, f"{param}: {problem}")
+
+
+@pytest.mark.parametrize(("body", "param"), [
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema: expected an object, got null"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": "x"}]}]},
+     "messages[0].content[0].input: expected an object, got 'x'"),
+    ({"max_tokens": None}, "max_tokens: expected a number of tokens, got null"),
+])  # fmt: skip
+def test_so_is_one_of_the_messages_api(demo, body, param):
+    assert refused(demo, "/v1/messages", {"messages": SAID, "max_tokens": 5} | body)["message"] == param
+
+
+def test_two_biases_of_one_token_are_refused(demo):
+    error = refused(demo, COMPLETIONS, {"prompt": "x", "logit_bias": {"5": -100, "05": 3}})
+    assert error["message"] == "logit_bias: expected one bias for each token, got two for token 5"
+
+
+@pytest.mark.parametrize("body", [
+    {"prompt": "a", "content": "b"}, {"messages": SAID, "prompt": "a"}, {"messages": SAID, "content": "b"},
+])  # fmt: skip
+def test_only_one_text_is_tokenized_at_a_time(demo, body):
+    first, second = body
+    error = refused(demo, "/tokenize", body)
+    assert error["message"] == f"{second}: contradicts {first}; give one of them" and error["param"] == second

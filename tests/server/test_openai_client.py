@@ -275,7 +275,7 @@ def test_without_tools_their_marks_are_text(says_client):
     ({"max_tokens": 5, "max_completion_tokens": 6}, openai.BadRequestError, "max_tokens"),
     ({"n": 0}, openai.BadRequestError, "n"),
     ({"n": 17}, openai.BadRequestError, "n"),
-    ({"stop": [""]}, openai.BadRequestError, "stop"),
+    ({"stop": [""]}, openai.BadRequestError, "stop[0]"),
     ({"seed": 1.5}, openai.BadRequestError, "seed"),
     ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias"),
     ({"response_format": {"type": "json"}}, openai.BadRequestError, "response_format.type"),
@@ -298,7 +298,7 @@ def test_what_is_refused_names_the_field(client, fields, error, param):
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 3, "stream": True}, "best_of"),
-    ({"prompt": [[1, 2], "x", {}]}, "prompt"),
+    ({"prompt": [[1, 2], "x", {}]}, "prompt[2]"),
     ({"prompt": [10**9]}, "prompt"),
     ({"prompt": []}, "prompt"),
 ])  # fmt: skip

@@ -177,7 +177,7 @@ def test_infill_for_no_token_warms_the_cache_only(fills):
     ("/tokenize", {"messages": CHAT, "reasoning_effort": "hard"}, "reasoning_effort"),
     ("/tokenize", {"prompt": 5}, "prompt"),
     ("/tokenize", {"prompt": "x", "with_pieces": "yes"}, "with_pieces"),
-    ("/detokenize", {"tokens": [True]}, "tokens"),
+    ("/detokenize", {"tokens": [True]}, "tokens[0]"),
     ("/infill", {"input_prefix": "x"}, "input_suffix"),
     ("/infill", {"input_prefix": 5}, "input_prefix"),
     ("/infill", {"input_extra": ["x"]}, "input_extra[0]"),
