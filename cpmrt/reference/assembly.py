@@ -47,9 +47,8 @@ class ReferenceTarget:
     def check(self, config: ModelConfig, settings: EngineConfig) -> None:
         """Raise ConfigError for forced accept lengths, which are for timing steps on a GPU."""
         if settings.speculation is not None and settings.speculation.forced_accept is not None:
-            raise ConfigError(
-                "simulate_accept", expected="nothing: the NumPy executor only does what its draft is worth"
-            )
+            what = "simulate_accept needs a GPU: the NumPy executor accepts what the draft is worth"
+            raise ConfigError(what, fix="leave it out")
 
     def held(
         self, specs: tuple[TensorSpec, ...], checkpoint: Checkpoint | None = None, dtype: DType | None = None
