@@ -57,6 +57,26 @@ def test_ctrl_c_is_quiet(checkpoint):
     assert child.returncode == 130 and err == b""
 
 
+INTERRUPTED = """
+import runpy, sys
+
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == "cpmrt.cli.main":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder)
+runpy.run_module("cpmrt", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_the_program_is_still_imported_is_quiet():
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_ends_quantize_leaves_nothing_of_its_folder(tmp_path, number):
     text, folder = tmp_path / "text.txt", tmp_path / "made"
