@@ -9,7 +9,9 @@ from typing import Any
 from cpmrt.config.fields import Fields
 from cpmrt.config.speculation import (
     DRAFT_METHODS,
+    MAX_NODES,
     MAX_PASSES,
+    MAX_TOP_K,
     InnerDraft,
     SpeculationConfig,
     TreeShape,
@@ -122,13 +124,14 @@ def _shapes(fields: Fields, method: str) -> tuple[tuple[TreeShape, ...], bool]:
 
 def _one_shape(fields: Fields, method: str) -> TreeShape:
     default = DRAFT_METHODS[method].shapes[0]
-    size = fields.integer("tree_size", None)
+    size = fields.integer("tree_size", None, 2, MAX_NODES)
     if DRAFT_METHODS[method].drafts_chains:
         length = fields.integer("num_passes", None)
         if length is None:
             length = fields.integer("tree_size", default.num_passes + 1, 2, MAX_PASSES + 1) - 1
         return TreeShape(length, fields.integer("top_k", 1), length + 1 if size is None else size)
-    passes, top_k = fields.integer("num_passes", default.num_passes), fields.integer("top_k", default.top_k)
+    passes = fields.integer("num_passes", default.num_passes, 1, MAX_PASSES)
+    top_k = fields.integer("top_k", default.top_k, 1, MAX_TOP_K)
     # The tree is smaller than the default one where there are not enough candidates for that.
     candidates = top_k + (passes - 1) * top_k**2
     return TreeShape(passes, top_k, min(default.tree_size, candidates + 1) if size is None else size)

@@ -78,6 +78,7 @@ def test_what_a_generation_cost():
 
 
 @pytest.mark.parametrize(("arguments", "code", "says"), [
+    (["generate", "x", "--draft", "lookup", "--tree-size", "0"], 1, "--tree-size: expected an integer in [2, 64]"),
     (["generate", "x", "--tree-size", "8"], 1, "needs a draft; name one with --draft=..., or --draft='lookup'"),
     (["generate", "x", "--draft", "lookup", "--draft-iters", "99"], 1, "error: --draft-iters: expected an integer"),
     (["generate", "x", "--draft", "lookup", "--draft-vocab", "8"], 1, "--draft-vocab means nothing to method lookup"),
