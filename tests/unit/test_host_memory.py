@@ -1,6 +1,7 @@
 """The host memory that may be used: the machine's, or less under a limit of the process or its control group."""
 
 import json
+import resource
 import subprocess
 import sys
 import tracemalloc
@@ -56,6 +57,16 @@ def test_a_limit_of_the_process_counts():
     )
     found = int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
     assert GIB < found < 2 * GIB
+
+
+def test_what_the_process_has_mapped_already_is_no_longer_free(tmp_path):
+    """The first number of statm counts pages."""
+    root = write(tmp_path, {**MACHINE, "proc/self/statm": f"{GIB // resource.getpagesize()} 5 5 5 0 5 0\n"})
+    code = (
+        "import resource; from pathlib import Path; from cpmrt.memory.host_memory import available_bytes; "
+        f"resource.setrlimit(resource.RLIMIT_AS, ({3 * GIB}, {3 * GIB})); print(available_bytes(Path({str(root)!r})))"
+    )
+    assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout) == 2 * GIB
 
 
 def test_filling_the_rotary_table_takes_little_beside_it():

@@ -13,8 +13,17 @@ import pytest
 from cpmrt.config import Sampling
 from cpmrt.cuda.driver import host_memory
 from cpmrt.cuda.driver.graphs import LaunchQueue
-from cpmrt.cuda.step.rings import Rings, WithCertain
-from cpmrt.cuda.step.structs import COMMAND, DECODE, NO_TOKEN, NON_FINITE, RESULT_RECORD, RING_ENTRIES, SPECULATE
+from cpmrt.cuda.step.rings import Rings, WithCertain, answered_tokens
+from cpmrt.cuda.step.structs import (
+    COMMAND,
+    DECODE,
+    NO_TOKEN,
+    NON_FINITE,
+    PREFILL,
+    RESULT_RECORD,
+    RING_ENTRIES,
+    SPECULATE,
+)
 from cpmrt.errors import DeviceError, RequestError
 from cpmrt.executor import Admit, Prefill, SlotResult
 
@@ -177,6 +186,42 @@ def test_in_a_steady_run_nothing_is_written(device):
     assert device.commands[1]["num_rows"] == 2
 
 
+def test_a_place_that_held_another_kind_of_command_is_written_again(device):
+    """A command that only names slots is written anew where a command with tokens has taken its place meanwhile."""
+    def fill_up():
+        while device.rings.next_number % RING_ENTRIES != 1:
+            device.rings.write_slots(DECODE, (1,))
+            sent()
+
+    def sent():
+        device.rings.sent(1, (0,))
+        device.answer(device.rings.next_number - 1, 5)
+
+    device.rings.write_slots(DECODE, (2,))
+    sent()
+    fill_up()
+    device.rings.write(Prefill(0, (1, 2), 0, True))
+    assert device.commands[0]["kind"] == PREFILL
+    sent()
+    fill_up()
+    device.rings.write_slots(DECODE, (2,))
+    assert device.commands[0]["kind"] == DECODE and device.commands[0]["slot"] == 2
+
+
+def test_numbers_beyond_32_bits_are_answered_by_their_low_half(device):
+    words = np.array([5 << 32 | 7, 5 << 32 | NO_TOKEN], np.uint64)
+    assert answered_tokens(memoryview(words), 2**32 + 5, 2) == [7, NO_TOKEN]
+    assert answered_tokens(memoryview(words), 2**32 + 6, 2) is None
+
+
+def test_a_slot_that_had_ended_does_not_get_its_certain_tokens(device):
+    certain = ((41,), (42,))
+    device.rings.write_certain((2, 0), certain)
+    answer = WithCertain(device.rings.sent(4, (0,) * 4), certain)
+    device.answer(1, NO_TOKEN, NO_TOKEN, NO_TOKEN, 8)
+    assert answer.wait().slots == (SlotResult(), SlotResult((42, 8)))
+
+
 def test_a_refused_step_leaves_the_ring_as_it_was(device):
     with pytest.raises(RequestError, match="unknown token id"):
         device.rings.write(Prefill(0, (1, 50), 0, True))
@@ -197,3 +242,14 @@ def test_an_answer_that_never_comes(device, status, message):
     device.status = status
     with pytest.raises(DeviceError, match=message):
         answer.wait()
+
+
+def test_an_answer_that_comes_while_the_device_is_asked_whether_it_is_done(device, monkeypatch):
+    def finish(stream):
+        device.answer(1, 7)
+        return IDLE
+
+    device.rings.write_slots(DECODE, (0,))
+    answer = device.rings.sent(1, (0,))
+    monkeypatch.setattr(sys.modules["cupy.cuda"].runtime, "streamQuery", finish)
+    assert answer.wait().slots == (SlotResult((7,)),)
