@@ -172,6 +172,13 @@ def test_bandwidth_is_of_the_weights_and_the_context(run):
     assert result.decode_gb_per_s == pytest.approx(expected, rel=0.01)
 
 
+def test_bandwidth_of_several_sequences_is_of_the_context_of_each(run):
+    result, _ = run(Case(8, 101, sequences=2), repeats=1)
+    expected, doubled = (decode_bytes(MODEL, context, 2, 2) for context in (8 + 51, 2 * (8 + 51)))
+    assert result.decode_gb_per_s == pytest.approx(expected / DECODE_S / 1e9, rel=0.01)
+    assert doubled > 1.05 * expected
+
+
 def test_bandwidth_counts_the_whole_head_of_each_step_that_reads_it(run):
     """The bandwidth counts the whole head for unscreened steps and only the rescored part for screened ones."""
     result, _ = run(Case(8, 101), repeats=1, rescored=3)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 from fake_nvml import BUS_ID, FakeNvml
@@ -229,6 +230,29 @@ def test_energy_without_a_counter_is_power_over_time():
 @pytest.mark.parametrize("spans", [[], [(0.5, 0.9)], [(0.0, 3.0)], [(-1.0, 1.0)]], ids=str)
 def test_energy_of_a_moment_or_of_unwatched_time_is_unknown(spans):
     assert ramp(energy_j=lambda time: time, power_w=lambda time: 1.0).energy_j(spans) is None
+
+
+def test_a_counter_that_begins_too_late_leaves_the_energy_to_the_power():
+    samples = ramp(energy_j=lambda time: None if time < 1 else 5000 * time, power_w=lambda time: 100)
+    assert samples.energy_j([(0.0, 2.0)]) == pytest.approx(200)
+
+
+@pytest.mark.parametrize(("bit", "reason"), [
+    (0x1, ()), (0x2, ()), (0x4, ("power cap",)), (0x8, ("hardware slowdown",)), (0x10, ("sync boost",)),
+    (0x20, ("software thermal slowdown",)), (0x40, ("hardware thermal slowdown",)), (0x80, ("power brake",)),
+    (0x100, ()),
+])  # fmt: skip
+def test_reasons_are_the_bits_of_nvml(bit, reason):
+    """nvml.h: idle is 1, application clocks 2, display clocks 0x100; none of these holds the clocks down."""
+    assert ramp(throttle_bits=lambda time: bit).throttle_reasons() == reason
+
+
+def test_a_sample_has_the_time_at_which_it_was_taken(nvml, tmp_path):
+    nvml()
+    before = perf_counter()
+    monitor = watch(tmp_path, 0.0)
+    after = perf_counter()
+    assert all(before <= time <= after for time in monitor.samples.times_s)
 
 
 def test_means_and_reasons_are_those_of_the_spans():

@@ -1,6 +1,8 @@
 """The memory plan: arithmetic against known models, no overlap of what lives together, budgets kept."""
 
 import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from cpmrt.byte_sizes import format_bytes
 from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.errors import ConfigError, MemoryPlanError
 from cpmrt.memory.arena import Arena
-from cpmrt.memory.plan import ALIGNMENT, largest_context, make_plan
+from cpmrt.memory.plan import ALIGNMENT, check_budget, largest_context, make_plan
 from cpmrt.models.decoder import cache_layout, tensor_specs
 from cpmrt.models.planning import fit_model, plan_model
 from cpmrt.tensor_spec import BufferSpec
@@ -95,6 +97,35 @@ def test_buffers_that_live_together_never_overlap(sizes):
                 assert region.offset + region.nbytes <= apart.offset or apart.offset + apart.nbytes <= region.offset
     alive = max(sum(2 * b.num_elements for b in buffers if b.first <= phase <= b.last) for phase in range(7))
     assert plan.part_bytes["workspace"] >= alive
+
+
+def test_the_largest_buffers_find_their_places_first():
+    """The small buffer lives on the border of two large ones: between them it would cost room."""
+    sizes = {"small": (ALIGNMENT, 0, 1), "first": (10 * ALIGNMENT, 1, 2), "second": (10 * ALIGNMENT, 2, 3)}
+    buffers = [BufferSpec(name, (size // 2,), first, last) for name, (size, first, last) in sizes.items()]
+    plan = make_plan([], [], buffers, cache_layout(SMALL, 64, 1), itemsize=2)
+    assert plan.part_bytes["workspace"] == 20 * ALIGNMENT
+    assert plan.workspace_unshared_bytes == 21 * ALIGNMENT
+
+
+def test_a_budget_that_is_just_enough_is_enough():
+    plan = plan_model(SMALL, EngineConfig(), itemsize=2, max_context=1000)
+    check_budget(plan, plan.total_bytes, lambda: "")
+    with pytest.raises(MemoryPlanError, match=re.escape(f", got {format_bytes(plan.total_bytes)}; take less")):
+        check_budget(plan, plan.total_bytes - 1, lambda: "take less")
+
+    def build(context):
+        return plan_model(SMALL, EngineConfig(), itemsize=2, max_context=context)
+
+    assert largest_context(build, plan.total_bytes, 1000) == 1000
+
+
+def test_pages_of_a_draft_and_of_its_inner_draft_are_pages_too():
+    caches, *drafts = (replace(cache_layout(SMALL, 64, 1), prefix=prefix) for prefix in ("", "draft.", "inner."))
+    plan = make_plan([], [], [], caches, itemsize=2, draft_caches=drafts[0], inner_caches=drafts[1])
+    arrays = Arena(plan, np.zeros(plan.total_bytes, np.uint8)).arrays()
+    own = set(caches.paged(arrays))
+    assert own and set(plan.paged(arrays)) == {prefix + name for prefix in ("", "draft.", "inner.") for name in own}
 
 
 @given(st.integers(0, 2**22), st.integers(1, 4096))

@@ -219,6 +219,8 @@ def test_experts():
     ({"rope_scaling": {"type": "longrope", "short_factor": ["a"] * 16}}, ConfigError, "short_factor"),
     ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}},
      ConfigError, "high_freq"),
+    ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+     ConfigError, "more than low_freq_factor"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, UnsupportedModelError, "layer type"),
     ({"rms_norm_eps": 10**400}, ConfigError, r"rms_norm_eps: expected a number in \[1e-12, 1\]"),
     ({"rope_theta": 10**400}, ConfigError, "rope_theta"),

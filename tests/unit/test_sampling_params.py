@@ -116,6 +116,7 @@ def test_a_loop_takes_the_models_penalty_unless_one_is_given(tmp_path, monkeypat
 
 def test_defaults_on_one_line():
     assert str(SamplingDefaults()) == "greedy"
+    assert str(SamplingDefaults(0.5)) == "temperature 0.5", "nothing that is off"
     assert str(SamplingDefaults(0.0, 40, 0.5, repetition_penalty=1.1)) == "greedy, repetition penalty 1.1"
     assert str(SamplingDefaults(0.7, 20, 0.9, 0.05, 1.05)) == (
         "temperature 0.7, top_k 20, top_p 0.9, min_p 0.05, repetition penalty 1.05"
@@ -166,6 +167,14 @@ def test_none_is_no_stop_and_no_bias():
 def test_ids_that_are_no_list_are_told_so(ids):
     with pytest.raises(RequestError, match="SamplingParams.stop_token_ids: expected a list of ids"):
         SamplingParams(stop_token_ids=ids)
+
+
+@pytest.mark.parametrize("repeats", [-1, 1, 1001])
+def test_once_is_no_loop(repeats):
+    for allowed in (0, 2, 1000):
+        assert SamplingParams(loop_repeats=allowed).loop_repeats == allowed
+    with pytest.raises(RequestError, match=rf"loop_repeats: expected 0 \(off\) or .* 2 to 1000, got {repeats}"):
+        SamplingParams(loop_repeats=repeats)
 
 
 HUGE = 10**5000
