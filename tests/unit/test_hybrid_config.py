@@ -11,6 +11,7 @@ from cpmrt.bench.work import decode_bytes, prefill_flops
 from cpmrt.config import EngineConfig, ModelConfig, TreeShape
 from cpmrt.config.draft import DraftConfig
 from cpmrt.config.layers import GroupedAttention, LightningAttention
+from cpmrt.cuda.step.memory import certain_rows
 from cpmrt.errors import ConfigError, UnsupportedModelError
 from cpmrt.models.decoder import cache_layout, tensor_specs
 from cpmrt.models.draft import Draft
@@ -38,6 +39,12 @@ def test_minicpm_sala():
     assert sum(spec.num_elements for spec in tensor_specs(CONFIG)) == pytest.approx(9.48e9, rel=5e-4)
     by_type = {key: value for key, value in SALA.items() if key != "architectures"} | {"model_type": "minicpm_sala"}
     assert ModelConfig.from_hf(by_type) == CONFIG
+
+
+def test_only_sequences_without_a_state_take_several_tokens_in_a_step():
+    dense, engine = ModelConfig.from_hf(shape_config("minicpm4-8b")), EngineConfig(max_sequences=4)
+    rows = [certain_rows(config, engine, cache_layout(config, 4096, 4)) for config in (CONFIG, dense)]
+    assert rows[0] == 0 and rows[1] > engine.max_sequences
 
 
 def test_slopes_are_those_of_alibi():

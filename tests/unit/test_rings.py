@@ -13,10 +13,11 @@ import pytest
 from cpmrt.config import Sampling
 from cpmrt.cuda.driver import host_memory
 from cpmrt.cuda.driver.graphs import LaunchQueue
-from cpmrt.cuda.step.rings import Rings, WithCertain, answered_tokens
+from cpmrt.cuda.step.rings import Rings, WithCertain
 from cpmrt.cuda.step.structs import (
     COMMAND,
     DECODE,
+    DECODE_CERTAIN,
     NO_TOKEN,
     NON_FINITE,
     PREFILL,
@@ -56,7 +57,9 @@ class Device:
         self.status = BUSY
         self.rings = Rings(SimpleNamespace(ptr=0), 8, 4, 50)
         commands, results = HostMemory.all
-        self.commands = commands.bytes.reshape(RING_ENTRIES, -1)[:, : COMMAND.itemsize].view(COMMAND)[:, 0]
+        entries = commands.bytes.reshape(RING_ENTRIES, -1)
+        self.commands = entries[:, : COMMAND.itemsize].view(COMMAND)[:, 0]
+        self.payloads = entries[:, COMMAND.itemsize :].view(np.int32)
         records = results.bytes.view(RESULT_RECORD)
         self.words, self.logprobs = records["words"], records["logprobs"]
 
@@ -135,6 +138,15 @@ def test_slots_that_bring_certain_tokens_have_the_answer_of_their_newest_row(dev
     assert slots == (SlotResult((41, 42, 7)), SlotResult((8,)), SlotResult((43,), non_finite=True))
 
 
+def test_a_row_of_the_last_token_goes_before_the_rows_of_certain_tokens(device):
+    device.rings.write_certain((2, 0), ((41, 42), ()))
+    command = device.commands[0]
+    assert (command["kind"], command["num_rows"]) == (DECODE_CERTAIN, 4)
+    assert device.payloads[0, :8].reshape(4, 2).tolist() == [[2, -1], [2, 41], [2, 42], [0, -1]]
+    with pytest.raises(RequestError, match="unknown token id: expected 0 to 49, got 50"):
+        device.rings.write_certain((2, 0), ((49, 50), ()))
+
+
 def test_log_probabilities_behind_certain_tokens_are_those_of_the_newest_row(device):
     certain = ((41, 42), (), (43, 44))
     device.rings.write_certain((2, 0, 1), certain)
@@ -206,12 +218,6 @@ def test_a_place_that_held_another_kind_of_command_is_written_again(device):
     fill_up()
     device.rings.write_slots(DECODE, (2,))
     assert device.commands[0]["kind"] == DECODE and device.commands[0]["slot"] == 2
-
-
-def test_numbers_beyond_32_bits_are_answered_by_their_low_half(device):
-    words = np.array([5 << 32 | 7, 5 << 32 | NO_TOKEN], np.uint64)
-    assert answered_tokens(memoryview(words), 2**32 + 5, 2) == [7, NO_TOKEN]
-    assert answered_tokens(memoryview(words), 2**32 + 6, 2) is None
 
 
 def test_a_slot_that_had_ended_does_not_get_its_certain_tokens(device):

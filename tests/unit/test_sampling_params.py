@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import typing
-from dataclasses import field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -255,6 +255,11 @@ def test_a_form_is_a_text(form):
         SamplingParams(**form)
 
 
+@dataclass
+class Tree:
+    left: Tree
+
+
 class Unsaid:
     """A class whose schema cannot be made, like pydantic models that JSON cannot express."""
 
@@ -265,8 +270,8 @@ class Unsaid:
 
 @pytest.mark.parametrize("schema", [
     make_dataclass("D", [("a", "Nowhere")]), make_dataclass("D", [("a", dict[int, int])]),
-    make_dataclass("D", [("a", tuple)]), make_dataclass("D", [])(), int, Unsaid,
-], ids=["unknown name", "numbers as keys", "tuple", "no class", "no dataclass", "pydantic"])  # fmt: skip
+    make_dataclass("D", [("a", tuple)]), make_dataclass("D", [])(), int, Unsaid, Tree,
+], ids=["unknown name", "numbers as keys", "tuple", "no class", "no dataclass", "pydantic", "recursive"])  # fmt: skip
 def test_a_type_without_a_schema_is_refused_on_one_line(schema):
     with pytest.raises(RequestError, match="SamplingParams.json_schema: expected a JSON schema") as caught:
         SamplingParams(json_schema=schema)
