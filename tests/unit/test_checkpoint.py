@@ -77,6 +77,17 @@ def test_shards_may_be_links(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.view("a"), A)
 
 
+def test_a_link_to_blobs_is_followed_in_a_hubs_cache_only(tmp_path: Path) -> None:
+    """A folder of a user's own that has these names is no cache: a link may not lead out of it."""
+    snapshot, blobs = tmp_path / "mine" / "snapshots" / "abc", tmp_path / "mine" / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    save_file({"a": A}, blobs / "0123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        Checkpoint.open(snapshot)
+
+
 def test_views_outlive_the_checkpoint(tmp_path: Path) -> None:
     write_shards(tmp_path)
     checkpoint = Checkpoint.open(tmp_path)

@@ -159,6 +159,17 @@ def test_a_rotation_of_its_own_or_the_targets():
         read(EAGLE3 | {"head_dim": 16}, eagle3_tensors(), "eagle3", target)
 
 
+@pytest.mark.parametrize(("config", "method"), [
+    ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+    ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 18}, "eagle3"),
+    ({"architectures": ["EagleMiniCPMForCausalLM"]}, "eagle2"), ({"architectures": ["LlamaForCausalLM"]}, "model"),
+    ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "draft_vocab_size": 18}, "dspark"),
+])  # fmt: skip
+def test_without_weights_the_config_tells_the_method(tmp_path, config, method):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert method_of(str(tmp_path), tmp_path, weights=False) == method
+
+
 def test_a_draft_of_another_method_or_none(tmp_path):
     for tensors, found in ((eagle2_tensors(), "eagle2"), (eagle3_tensors(), "eagle3"), (target_tensors(), "model")):
         assert detect_method(tensors) == found

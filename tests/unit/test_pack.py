@@ -86,7 +86,8 @@ def test_a_head_that_the_config_ties_is_a_copy_of_the_embedding(tmp_path: Path, 
     spec = TensorSpec("embed_tokens", (4, 3), (Source("model.embed_tokens.weight", (4, 3)),))
     embedding = np.arange(12, dtype=np.float32).reshape(4, 3)
     embedding[0, 0] = np.nan  # equal bits are a copy, even of NaN
-    others = {"another": -embedding, "another_shape": np.resize(embedding, (rows, 3))}
+    tail = np.concatenate([embedding[:-1], -embedding[-1:]])
+    others = {"another": -embedding, "another_at_its_end": tail, "another_shape": np.resize(embedding, (rows, 3))}
     for label, head in {"copy": embedding, "another_type": -embedding.astype(np.float16), **others}.items():
         (tmp_path / label).mkdir()
         tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}

@@ -266,6 +266,14 @@ def test_weights_that_are_none_are_not_made_ternary(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_matrix_of_another_shape_than_promised_is_left_as_it_is(tmp_path: Path) -> None:
+    """`weights.check` refuses it with a message that names it."""
+    save_file({"a": np.ones((8, 33), np.float16)}, tmp_path / "model.safetensors")
+    spec = TensorSpec("a", (8, 64), (Source("a", (8, 64)),), product="residual")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert ternary_specs([spec], checkpoint) == (spec,)
+
+
 def test_a_plan_knows_the_ternary_weights_that_are_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(tmp_path / "ternary")
     assert main(["quantize", "demo", folder, "--method", "ternary"]) == 0

@@ -68,6 +68,16 @@ def test_a_tensor(tmp_path, storage, dtype):
     assert read_token_index(path, VOCAB) == tuple(ids.tolist())
 
 
+def test_a_part_of_a_tensor(tmp_path):
+    """A slice has the storage of the whole tensor, and the place of its first element."""
+    data = [np.arange(10, 18).astype("<i8").tobytes()]
+    part = write_zip(tmp_path / "part.pt", pickle_tensor(3, offset=5), data)
+    assert read_token_index(part, VOCAB) == (15, 16, 17)
+    beyond = write_zip(tmp_path / "beyond.pt", pickle_tensor(3, offset=6), data)
+    with pytest.raises(CheckpointError, match="a tensor beyond its data"):
+        read_token_index(beyond, VOCAB)
+
+
 def test_what_torch_itself_writes(tmp_path):
     torch = pytest.importorskip("torch")
     ids = list(range(70_000, 0, -3))
