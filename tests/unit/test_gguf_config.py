@@ -5,6 +5,7 @@ import gguf_models as models
 import numpy as np
 import pytest
 
+from cpmrt import LLM
 from cpmrt.config import EngineConfig
 from cpmrt.errors import CheckpointError, ConfigError, CpmrtError, UnsupportedModelError
 from cpmrt.models.planning import open_weights
@@ -228,6 +229,17 @@ def test_a_control_token_that_ends_a_turn_is_an_end(good, tmp_path):
     path = changed(good, tmp_path / "0.gguf", "tokenizer.ggml.tokens", (files.ARRAY, (files.STRING, tokens)))
     path = changed(path, tmp_path / "1.gguf", "tokenizer.ggml.token_type", (files.ARRAY, (files.I32, types)))
     assert opened(path).config.eos_token_ids == (2, 40)
+    path = changed(path, tmp_path / "2.gguf", "tokenizer.ggml.eot_token_id", (files.U32, 40))
+    assert opened(path).config.eos_token_ids == (2, 40), "each once"
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_query_and_key_have_a_bias_where_the_file_has_one(tmp_path, has_bias):
+    pair = models.write_pair(tmp_path, "llama", lambda name: "F32", num_hidden_layers=1, attention_bias=has_bias)
+    (layer,) = opened(pair.gguf).config.layers
+    assert layer.mixer.qkv_bias is has_bias
+    with LLM(pair.gguf, executor="reference") as llm, LLM(pair.folder, executor="reference") as plain:
+        np.testing.assert_allclose(llm.logits([3, 4, 5]), plain.logits([3, 4, 5]), rtol=1e-4, atol=1e-4)
 
 
 def refusal(path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cpmrt.errors import CheckpointError, CpmrtError
+from cpmrt.weights.checkpoint import Checkpoint
 from cpmrt.weights.gguf import header
 from cpmrt.weights.gguf.file import GgufFile, GgufModel
 from cpmrt.weights.gguf.header import MAX_COUNT
@@ -200,7 +201,17 @@ def is_mapped(folder):
     return str(folder) in maps.read_text() if maps.exists() else None
 
 
-@pytest.mark.parametrize("said", [{}, {"split.no": 0}, {"split.no": 0, "split.count": 0}, {"split.count": 1}])
+def test_a_model_that_does_not_run_leaves_nothing_mapped(tmp_path):
+    path = files.good().write(tmp_path / "a.gguf")
+    with pytest.raises(CpmrtError) as caught:
+        Checkpoint.open(path)
+    assert caught.value.__traceback__ is not None and not is_mapped(tmp_path)
+
+
+@pytest.mark.parametrize("said", [
+    {}, {"split.no": 0}, {"split.no": 0, "split.count": 0}, {"split.count": 1},
+    {"split.count": 0, "split.tensors.count": 0},
+])  # fmt: skip
 def test_a_file_that_was_never_split_is_its_only_part(tmp_path, said):
     content = files.good()
     content.keys += [(key, files.value(files.U16, number)) for key, number in said.items()]

@@ -14,7 +14,7 @@ from cpmrt.dtypes import DType
 from cpmrt.errors import CheckpointError
 from cpmrt.tensor_spec import Packing, Quantization, Source, TensorSpec
 from cpmrt.weights.block_rows import load_blocks, unpacked_rows
-from cpmrt.weights.gguf.specs import gguf_specs
+from cpmrt.weights.gguf.specs import declared_blocks, gguf_specs
 from cpmrt.weights.mapped_file import TensorEntry
 
 ROWS, COLUMNS = 128, 256
@@ -58,6 +58,20 @@ def test_a_head_is_made_of_the_embedding_where_the_file_has_none() -> None:
     both = gguf_specs([embedding, head], checkpoint(e="Q8_0", h="Q6_K"))
     assert [spec.sources[0].name for spec in both] == ["e", "h"]
     assert [spec.name for spec in gguf_specs([embedding], checkpoint(e="F16"))] == ["embed_tokens"]
+
+
+@pytest.mark.parametrize(("depth", "wide"), [
+    (32, {*range(4), 6, 9, 12, 15, 18, 21, 24, 27, *range(28, 32)}),
+    (24, {*range(3), 5, 8, 11, 14, 17, *range(20, 24)}),
+])  # fmt: skip
+def test_half_of_the_layers_of_a_mixture_have_six_bits_where_llama_cpp_gives_them(depth: int, wide: set[int]) -> None:
+    """`use_more_bits` of llama.cpp: the first and the last eighth, and every third layer between."""
+    names = [(layer, part) for layer in range(depth) for part in ("q_proj", "v_proj", "down_proj")]
+    specs = [weight(f"layers.{layer}.{part}", f"model.layers.{layer}.{part}.weight") for layer, part in names]
+    made = declared_blocks([*specs, weight("lm_head", "lm_head.weight", product="head")], "Q4_K_M")
+    packings = [spec.sources[0].packing for spec in made]
+    kinds = [packing and packing.format for packing in packings]
+    assert kinds == [*("Q6_K" if layer in wide and part != "q_proj" else "Q4_K" for layer, part in names), "Q6_K"]
 
 
 @pytest.mark.parametrize(("head_dim", "first"), [(4, (0, 2, 1, 3)), (64, tuple(range(0, 64, 2))), (96, None)])
