@@ -1,0 +1,38 @@
+"""The conversation of `cpmrt chat`: what a failed save leaves behind, and how much of a context is for the prompt."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpmrt.cli import conversation as under_test
+from cpmrt.cli.context_room import room_for_prompt
+from cpmrt.cli.conversation import Conversation
+from cpmrt.errors import RequestError
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, talk = tmp_path / "talk.json", Conversation("Be brief.")
+    talk.save(path)
+    before = path.read_bytes()
+
+    def fail(*names: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(under_test.os, "replace", fail)
+    talk.add("a", "b")
+    with pytest.raises(RequestError, match="talk.json cannot be written: No space left on device"):
+        talk.save(path)
+    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == ["talk.json"]
+
+
+@pytest.mark.parametrize(("context", "max_new_tokens", "room"), [
+    (32768, 512, 32256), (32768, None, 31744), (4096, 1024, 3072), (4096, 1025, 3072), (2048, None, 1536), (3, 5, 3),
+])  # fmt: skip
+def test_an_answer_has_its_tokens_but_at_most_a_quarter_of_the_context(
+    context: int, max_new_tokens: int | None, room: int
+) -> None:
+    assert room_for_prompt(context, max_new_tokens) == room
