@@ -1,14 +1,16 @@
-"""The conversation of `cpmrt chat`: what a failed save leaves behind, and how much of a context is for the prompt."""
+"""The conversation of `cpmrt chat`: what failures leave of it, and how much of a context is for the prompt."""
 
 from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cpmrt.cli import conversation as under_test
+from cpmrt.cli.chat_commands import run_command
 from cpmrt.cli.context_room import room_for_prompt
 from cpmrt.cli.conversation import Conversation
 from cpmrt.errors import RequestError
@@ -36,3 +38,20 @@ def test_an_answer_has_its_tokens_but_at_most_a_quarter_of_the_context(
     context: int, max_new_tokens: int | None, room: int
 ) -> None:
     assert room_for_prompt(context, max_new_tokens) == room
+
+
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_question_that_gets_no_new_answer_keeps_the_old_one(num_before: int) -> None:
+    talk, asked = Conversation(None), list[str]()
+    turns = [*((f"question {number}", "answer") for number in range(num_before)), ("last", "old")]
+    for turn in turns:
+        talk.add(*turn)
+    kept = talk.messages()
+
+    def answer(question: str) -> bool:
+        asked.append(question)
+        return False
+
+    session: Any = SimpleNamespace(conversation=talk, answer=answer)
+    assert run_command(session, "/retry") is False
+    assert asked == ["last"] and talk.messages() == kept
