@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,14 @@ import pytest
 
 from cpmrt.cli import conversation as under_test
 from cpmrt.cli.chat_commands import run_command
+from cpmrt.cli.chat_session import ChatSession
 from cpmrt.cli.context_room import room_for_prompt
-from cpmrt.cli.conversation import Conversation
+from cpmrt.cli.conversation import Conversation, Part
+from cpmrt.cli.listeners import StopAtOnce
+from cpmrt.config import SamplingParams
+from cpmrt.engine import GenerationStats
 from cpmrt.errors import RequestError
+from cpmrt.generation import Completion
 
 
 def test_a_save_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,3 +61,31 @@ def test_a_question_that_gets_no_new_answer_keeps_the_old_one(num_before: int) -
     session: Any = SimpleNamespace(conversation=talk, answer=answer)
     assert run_command(session, "/retry") is False
     assert asked == ["last"] and talk.messages() == kept
+
+
+class Given:
+    """An answer that is there at once."""
+
+    text = "new"
+    completion = Completion("new", (), "stop", (), GenerationStats())
+
+    def __iter__(self) -> Iterator[Part]:
+        yield Part("new")
+
+    def __enter__(self) -> Given:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def test_turns_that_no_longer_fit_are_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Conversation("Be brief.")
+    for number in range(3):
+        talk.add(f"question {number}", "answer")
+    model: Any = SimpleNamespace(open=lambda conversation, question: (Given(), 2), params=SamplingParams())
+    session = ChatSession(model, talk, StopAtOnce())
+    assert session.answer("one more")
+    texts = [message["content"] for message in talk.messages()]
+    assert texts == ["Be brief.", "question 2", "answer", "one more", "new"]
+    assert "its oldest turns (2) are dropped" in capsys.readouterr().err
