@@ -65,6 +65,7 @@ CHAT_FIELDS = [
     ({"chat_template_kwargs": []}, 400), ({"chat_template_kwargs": {"messages": []}}, 400),
     ({"chat_template_kwargs": {"self": 1}}, 400), ({"chat_template_kwargs": {"tools": 1}}, 400),
     ({"chat_template_kwargs": {f"a{index}": 1 for index in range(65)}}, 400), ({"chat_template_kwargs": {"": 1}}, 200),
+    ({"chat_template_kwargs": {f"a{index}": 1 for index in range(64)}}, 200),
     ({"chat_template_kwargs": {"__class__": 1, "cycler": 2, "range": 3}}, 200), ({"chat_template": "{{ 1 }}"}, 400),
     ({"response_format": {"type": "json_schema"}}, 400), ({"response_format": "text"}, 400),
     ({"guided_json": "{}"}, 400),

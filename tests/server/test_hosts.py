@@ -47,6 +47,14 @@ def test_a_proxy_with_a_name_of_its_own_is_answered(tmp_path):
         assert [status(host) for host in hosts] == [200, 200, 200, 403]
 
 
+@pytest.mark.parametrize(("keys", "expected"), [((), 403), (("k",), 200)])
+def test_where_a_key_is_needed_any_name_will_do_unless_names_are_given(tmp_path, keys, expected):
+    """A page that points a name of its own at this server has no key."""
+    with serving(lambda: saying_llm(tmp_path, str), api_keys=keys) as server:
+        headers = {"host": "models.example", "authorization": "Bearer k"}
+        assert server.client.get("/v1/models", headers=headers).status_code == expected
+
+
 def test_with_given_names_a_key_does_not_open_others(tmp_path):
     with serving(lambda: saying_llm(tmp_path, str), allowed_hosts=("upstream",), api_keys=("k",)) as server:
         def status(host):

@@ -180,7 +180,7 @@ def test_infill_for_no_token_warms_the_cache_only(fills):
     ("/detokenize", {"tokens": [True]}, "tokens[0]"),
     ("/infill", {"input_prefix": "x"}, "input_suffix"),
     ("/infill", {"input_prefix": 5}, "input_prefix"),
-    ("/infill", {"input_extra": ["x"]}, "input_extra[0]"),
+    ("/infill", {"input_extra": ["x"]}, "input_extra[0]"), ("/infill", {"input_prefix": "x", "n": 2}, "n"),
 ])  # fmt: skip
 def test_what_is_refused_names_the_field(says, path, body, param):
     answer = says.client.post(path, json=body)

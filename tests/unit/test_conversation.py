@@ -15,7 +15,7 @@ from cpmrt.cli.chat_commands import run_command
 from cpmrt.cli.chat_session import ChatSession
 from cpmrt.cli.context_room import room_for_prompt
 from cpmrt.cli.conversation import Conversation, Part
-from cpmrt.cli.listeners import StopAtOnce
+from cpmrt.cli.listeners import StopAtOnce, StopRequestedError
 from cpmrt.config import SamplingParams
 from cpmrt.engine import GenerationStats
 from cpmrt.errors import RequestError
@@ -89,3 +89,13 @@ def test_turns_that_no_longer_fit_are_forgotten(capsys: pytest.CaptureFixture[st
     texts = [message["content"] for message in talk.messages()]
     assert texts == ["Be brief.", "question 2", "answer", "one more", "new"]
     assert "its oldest turns (2) are dropped" in capsys.readouterr().err
+
+
+def test_a_question_that_is_stopped_before_its_answer_begins_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    def stop(conversation: Conversation, question: str) -> Any:
+        raise StopRequestedError
+
+    talk, model = Conversation(None), SimpleNamespace(open=stop)
+    session = ChatSession(model, talk, StopAtOnce())  # type: ignore[arg-type]
+    assert session.answer("a question") and not talk.num_turns
+    assert capsys.readouterr().err == "(stopped)\n"
