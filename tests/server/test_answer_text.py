@@ -88,7 +88,7 @@ def test_without_calls_no_visible_text_is_lost(text):
     ("\n<think>\na\n\nb\n</think>\n\n b", "a\n\nb", "b"),
     ("<|thought_start|>\na\n<|thought_end|>\nb", "a", "b"),
     ("<think></think>b", None, "b"),
-    ("<think>never closed", "never closed", ""),
+    ("<think>never closed", "never closed", ""), ("<think>cut off \n\n", "cut off", ""),
     ("b <think>a</think>", None, "b <think>a</think>"),
     ("<thin", None, "<thin"),
     ("<thinking>", None, "<thinking>"),
