@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from serving import saying_llm
 from tiny_checkpoint import write_checkpoint
 
 import cpmrt
@@ -90,6 +91,13 @@ def test_generate_writes_the_text_and_a_summary(generate, checkpoint, capsys):
     assert out == expected(checkpoint).text.rstrip("\n") + "\n"
     assert err.count("\n") == 1 and "prompt 4 tokens" in err and "new 12 tokens" in err and "finish: length" in err
     assert "tok/s" in err and "accept length" not in err
+
+
+@pytest.mark.parametrize(("text", "shown"), [("done", "done\n"), ("done\n", "done\n"), ("done\n\n", "done\n\n")])
+def test_a_newline_is_added_where_the_model_made_none(tmp_path, monkeypatch, capsys, text, shown):
+    monkeypatch.setattr("cpmrt.cli.generate.LLM", lambda **options: saying_llm(tmp_path, lambda prompt: text))
+    assert main(["generate", "hi", "--quiet"]) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_summary_names_the_accept_length_where_there_is_one():

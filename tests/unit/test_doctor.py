@@ -85,6 +85,14 @@ def test_doctor_tells_what_is_broken_from_what_nobody_needs(monkeypatch, capsys)
     assert add.count("llguidance") == 1 and "pip install 'uvicorn>=" in add
 
 
+def test_what_is_broken_is_the_exit_code_of_both_reports(monkeypatch, capsys):
+    monkeypatch.setattr(host_probes, "cache_folder", lambda: host_probes.Finding("x", Status.BROKEN, "y", "mend x"))
+    assert main(["doctor"]) == 1
+    assert "cpmrt cannot run here" in capsys.readouterr().err
+    code, record = json_of_doctor(capsys)
+    assert code == 1 and record["can_run"] is False
+
+
 @pytest.mark.parametrize(("extra", "package", "needed_by"), [
     ("server", "uvicorn", "which cpmrt serve needs"),
     ("grammar", "llguidance", "which answers with a form (--json-schema, --regex, ...) need"),
