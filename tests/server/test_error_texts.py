@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from cpmrt import RequestError
-from cpmrt.server.errors import as_api_error
+from cpmrt.errors import (
+    BusyError,
+    ClosedError,
+    DeviceError,
+    FormError,
+    MaskError,
+    NoDeviceError,
+    RequestError,
+)
+from cpmrt.server.errors import as_api_error, overloaded, unavailable
 from cpmrt.text import ChatTemplate
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -40,6 +48,25 @@ def test_the_folder_of_the_model_is_not_told(tmp_path):
         template.render([{"role": "user", "content": "/a/b/c"}])
     message = as_api_error(caught.value).message
     assert str(tmp_path) not in message and "(chat_template.jinja, line 1 of the template)" in message
+
+
+@pytest.mark.parametrize(("error", "status", "kind", "code", "retry_after"), [
+    (overloaded(3), 429, "rate_limit_error", "queue_full", "1"),
+    (BusyError("x"), 429, "rate_limit_error", "forms_busy", "5"),
+    (unavailable("x"), 503, "service_unavailable_error", "unavailable", "5"),
+    (ClosedError("x"), 503, "service_unavailable_error", "unavailable", "5"),
+    (DeviceError("x"), 503, "service_unavailable_error", "device_failed", None),
+    (NoDeviceError("x"), 503, "service_unavailable_error", "device_failed", None),
+    (RequestError("x"), 400, "invalid_request_error", "invalid_value", None),
+    (FormError("x"), 400, "invalid_request_error", "form_failed", None),
+    (MaskError.late(), 500, "server_error", "mask_failed", None),
+    (ZeroDivisionError("x"), 500, "server_error", "internal_error", None),
+], ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "")  # fmt: skip
+def test_programs_can_tell_whose_fault_it_is_and_when_to_come_again(error, status, kind, code, retry_after):
+    found = as_api_error(error)
+    told = found.body()["error"]
+    assert (found.status, told["type"], told["code"]) == (status, kind, code)
+    assert found.headers.get("Retry-After") == retry_after
 
 
 @pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), (COMPLETIONS, "prompt")])

@@ -18,6 +18,7 @@ import cpmrt
 from cpmrt import LLM, SamplingParams
 from cpmrt.cli.arguments import MODEL_FIELDS
 from cpmrt.cli.main import COMMANDS, main, module_name
+from cpmrt.cli.option_values import token_count
 from cpmrt.cli.output import printable, write_json, write_table
 from cpmrt.cli.parser import Parser
 from cpmrt.config import Sampling
@@ -98,6 +99,13 @@ def test_a_newline_is_added_where_the_model_made_none(tmp_path, monkeypatch, cap
     monkeypatch.setattr("cpmrt.cli.generate.LLM", lambda **options: saying_llm(tmp_path, lambda prompt: text))
     assert main(["generate", "hi", "--quiet"]) == 0
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(("text", "tokens"), [
+    ("4096", 4096), ("32K", 32768), ("128k", 131_072), ("1M", 1_048_576), ("2m", 2_097_152),
+])  # fmt: skip
+def test_tokens_are_counted_in_binary_thousands(text, tokens):
+    assert token_count(text) == tokens
 
 
 def test_summary_names_the_accept_length_where_there_is_one():
