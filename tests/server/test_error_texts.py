@@ -13,7 +13,7 @@ from cpmrt.errors import (
     NoDeviceError,
     RequestError,
 )
-from cpmrt.server.errors import as_api_error, overloaded, unavailable
+from cpmrt.server.errors import as_api_error, invalid, overloaded, unavailable
 from cpmrt.text import ChatTemplate
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -67,6 +67,15 @@ def test_programs_can_tell_whose_fault_it_is_and_when_to_come_again(error, statu
     told = found.body()["error"]
     assert (found.status, told["type"], told["code"]) == (status, kind, code)
     assert found.headers.get("Retry-After") == retry_after
+
+
+def test_a_field_that_only_begins_as_another_keeps_its_name():
+    names = {"stop": "stop_sequences", r"messages\[(\d+)\]": r"input[\1]"}
+    given = ("stop", "stop[0]", "stop_token_ids", "messages[3].role", "n")
+    renamed = [invalid(param, "wrong").renamed(names) for param in given]
+    expected = ["stop_sequences", "stop_sequences[0]", "stop_token_ids", "input[3].role", "n"]
+    assert [error.param for error in renamed] == expected
+    assert [error.message for error in renamed] == [f"{name}: wrong" for name in expected]
 
 
 @pytest.mark.parametrize(("path", "field"), [("/v1/embeddings", "input"), (COMPLETIONS, "prompt")])

@@ -9,7 +9,11 @@ from serving import saying_llm, serving
 from tiny_checkpoint import write_checkpoint
 from tokenizers import Tokenizer as Library
 
+from cpmrt.engine import GenerationStats
 from cpmrt.executor import Prefill
+from cpmrt.generation import Piece
+from cpmrt.server.infill import InfillFormat
+from cpmrt.sharing.jobs import Ended
 
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "What is a list?"}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -162,6 +166,21 @@ def test_infill_as_the_plug_ins_of_llama_cpp_ask_for_it(fills):
     events = [json.loads(line[6:]) for line in stream.splitlines() if line]
     assert "".join(event["content"] for event in events) == "FILL"
     assert [event["stop"] for event in events[-2:]] == [False, True] and events[-1]["tokens_predicted"] == 5
+
+
+def test_the_figures_of_infill_are_those_of_llama_cpp():
+    """Cached tokens are no work of the prompt, times are in milliseconds, and rates follow from both."""
+    written = InfillFormat("m", is_silent=False)
+    stats = GenerationStats(prompt_tokens=10, new_tokens=5, prefill_s=0.5, decode_s=2.0, cached_tokens=4)
+    for part in (Piece("ab", (1,)), Ended("length", stats)):
+        written.add((0, part))
+    answer = json.loads("".join(written.whole({})))
+    assert (answer["tokens_evaluated"], answer["tokens_cached"], answer["tokens_predicted"]) == (10, 4, 5)
+    timings = answer["timings"]
+    assert (timings["prompt_n"], timings["prompt_ms"], timings["predicted_n"], timings["predicted_ms"]) == (
+        6, 500, 5, 2000,
+    )  # fmt: skip
+    assert timings["prompt_per_second"] == 1e3 * timings["prompt_n"] / timings["prompt_ms"]
 
 
 def test_infill_for_no_token_warms_the_cache_only(fills):

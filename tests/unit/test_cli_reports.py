@@ -79,6 +79,7 @@ def test_plan_finds_the_largest_context(checkpoint, json_of, capsys):
     assert json_of("plan", checkpoint, "--gpu-memory", budget, "--context", record["largest_context"])[0] == 0
     code, record = json_of("plan", checkpoint, "--gpu-memory", budget, "--context", record["largest_context"] + 64)
     assert code == 1 and record["fits"] is False
+    assert record["left_bytes"] == budget - record["total_bytes"] < 0
     assert main(["plan", str(checkpoint), "--gpu-memory", "8GiB"]) == 0
     assert capsys.readouterr().out.endswith("largest context that fits 8.00 GiB: 2048 tokens\n")
 
