@@ -11,15 +11,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from cpmrt.cli.conversation import Conversation
 from cpmrt.cli.main import main
+from cpmrt.cli.remote import RemoteModel, ServerError
+from cpmrt.config import SamplingParams
 
 MODELS = b'{"data": [{"id": "m"}]}'
 
 
 @contextmanager
-def fake_server(answer, models=MODELS, length=None):
-    """Yield a server that lists `models` (declared `length` bytes long) and answers question n with what `answer(n)`
-    yields."""
+def fake_server(answer, models=MODELS, length=None, status=200):
+    """Yield a server that lists `models` (declared `length` bytes long) and answers question n with this status and
+    with what `answer(n)` yields."""
     numbers = iter(range(1, 99))
 
     class Handler(BaseHTTPRequestHandler):
@@ -37,7 +40,7 @@ def fake_server(answer, models=MODELS, length=None):
             events = answer(next(numbers))
             if events is None:
                 return
-            self.send_response(200)
+            self.send_response(status)
             self.end_headers()
             self.wfile.write(events.encode())
 
@@ -108,3 +111,17 @@ def test_a_server_that_names_no_model_is_one_line(monkeypatch, capsys, models, m
     with fake_server(lambda number: None, models, len(models) + missing) as url:
         assert chat(url, "hi\n", monkeypatch) == 1
     assert capsys.readouterr().err == f"cpmrt: error: {url} names no model at /v1/models; check --url\n"
+
+
+def test_a_question_that_does_not_fit_alone_is_refused_once_all_turns_are_left_out():
+    asked, talk = [], Conversation("Be brief.")
+    for number in range(2):
+        talk.add(f"question {number}", "answer")
+
+    def refuse(number):
+        asked.append(number)
+        return json.dumps({"error": {"message": "too long", "code": "context_length_exceeded"}})
+
+    with fake_server(refuse, status=400) as url, pytest.raises(ServerError, match="too long"):
+        RemoteModel(url, None, SamplingParams(), None).open(talk, "x" * 1000)
+    assert asked == [1, 2, 3] and talk.num_turns == 2
