@@ -95,6 +95,17 @@ def test_a_key_that_no_header_can_carry_is_refused(key, tmp_path, capsys, monkey
     assert f"error: CPMRT_API_KEY {wanted}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("options", "keys"), [((), ("own",)), (("--api-key", "a", "--api-key", "b"), ("a", "b"))])
+def test_the_key_of_the_environment_counts_where_no_other_is_given(options, keys, monkeypatch):
+    def refuse(settings):
+        assert settings.api_keys == keys
+        raise ConfigError("no port")
+
+    monkeypatch.setattr("cpmrt.server.run.bind", refuse)
+    monkeypatch.setenv("CPMRT_API_KEY", "own")
+    assert main(["serve", "--port", "0", *options]) == 1
+
+
 @pytest.mark.parametrize("key", ["ö", "a\tb"])
 def test_a_key_of_a_file_that_no_header_can_carry_is_refused_by_its_line(key, tmp_path):
     path = tmp_path / "keys"

@@ -18,10 +18,12 @@ from serving import saying_llm, serving
 
 import cpmrt
 from cpmrt.config import Sampling
+from cpmrt.engine import GenerationStats
 from cpmrt.engine.sequence import Phase, Request, Sequence
 from cpmrt.executor import ExecutorLimits
 from cpmrt.gpu_readings import GpuReadings
 from cpmrt.server.metrics import GpuCollector, Metrics
+from cpmrt.sharing.jobs import Ended
 
 DASHBOARD = Path(cpmrt.__file__).parent / "deploy" / "grafana_dashboard.json"
 SLOW = 0.005
@@ -214,3 +216,13 @@ def test_an_answer_that_goes_on_behind_a_pause_fills_its_pages_once():
     seq.num_prefilled = seq.num_computed = len(seq.text)
     values = samples(Metrics("m", 1).text((SimpleNamespace(sequence=seq),), None).decode())
     assert values["cpmrt_kv_pages_used", ()] == 4
+
+
+def test_a_sequence_without_a_token_is_counted_as_ended_and_has_no_first_token():
+    metrics = Metrics("m", 4)
+    metrics.add_ended(Ended("cancelled", GenerationStats(prompt_tokens=7), queued_s=2.0))
+    text = metrics.text((), None).decode()
+    assert 'cpmrt_sequences_ended_total{model_name="m",reason="cancelled"} 1.0' in text
+    counts = {"queue_seconds_count": 1, "time_to_first_token_seconds_count": 0, "prompt_tokens_total": 0}
+    for name, count in counts.items():
+        assert f'cpmrt_{name}{{model_name="m"}} {count:.1f}\n' in text
