@@ -86,6 +86,7 @@ ROWS = (
     Row("8b int4, sparse, 12 nodes, window, 128K", f"{_NODES_12} {_WINDOW} {_INT4} {_SPARSE} {_LONG} {_AT_128K}"),
     Row("8b int4, portable", f"{_8B} {_INT4} {_LONG} {_AT_1K} --context 8K {_AT_32K}", is_portable=True),
     Row("8b int4, portable, sequences", f"{_8B} {_INT4} {_SHORT} {_MANY_PORTABLE}", is_portable=True),
+    Row("8b int4, 12 nodes, portable", f"{_NODES_12} {_INT4} {_SHORT} {_AT_1K}", is_portable=True),
     Row("8b bf16, portable", f"{_8B} {_SHORT} {_AT_1K}", is_portable=True),
     Row("05b bf16, portable", f"{_05B} {_SHORT} {_AT_1K}", is_portable=True),
     *_minicpm5("2b", "minicpm5-2b"),
