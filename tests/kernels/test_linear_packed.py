@@ -466,6 +466,32 @@ def test_plans_fit_the_device(name: str, device: Device) -> None:
             assert exchanges and plan.grid <= 8 * device.whole_clusters
 
 
+ODD_DEVICES = [
+    Device(0, "", "sm_90", 90, sms, 232_448, 0, False, (13, 0), whole_clusters=clusters)
+    for sms, clusters in ((114, 12), (114, 11), (78, 8), (60, 6), (26, 2), (16, 0))
+] + [replace(RTX_4090, arch="sm_120", capability=120, num_sms=170)]
+"""Parts of GPUs, cards with few clusters, and one with a copy engine and little shared memory."""
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "zeros"),
+    [
+        (4, 128, 0), (4, 128, 1), (4, 32, 1), (4, 16, MINIMUMS), (4, 32, MINIMUMS), (8, 128, 0), (8, 16, 0),
+        (8, 32, MINIMUMS), (2, 128, 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("product", ["qkv", "residual", "gate_up"])
+def test_plans_of_any_shape_fit_odd_devices(product: str, bits: int, group: int, zeros: int) -> None:
+    sizes = {"zeros": zeros, "head_dim": 128 if product == "qkv" else 0, "bits": bits}
+    for device in (*ODD_DEVICES, H200, ORIN, RTX_4090):
+        for columns in (*range(128, 8193, 640), 4096, 5632, 7168, 8192, 14336, 16384, 18944):
+            for out_features in (1024, 2560, 4096, 4608, 12288):
+                layout = layout_of(product, (out_features, columns), group, device, **sizes)
+                for rows in ROW_BUCKETS:
+                    plan = plan_packed(layout, rows, device)
+                    assert plan.shared_bytes <= device.shared_bytes_per_block, (device, columns, out_features, rows)
+
+
 @pytest.mark.parametrize(("model", "prefers_shared"), [("0.5B", True), ("8B", False)])
 def test_all_products_of_a_model_prefer_the_same_memory_in_all_widths_of_codes(
     model: str, prefers_shared: bool

@@ -91,7 +91,7 @@ def test_attention_starts_before_its_product_waits_only_behind_embed(monkeypatch
 
     forward = forward_of(TWO_B | PACKED | {"num_hidden_layers": 3})
     monkeypatch.setattr(Launcher, "__call__", note)
-    for rows, kind, trigger in ((1, SHORT, 3), (1, ANY_ROWS, 0), (2, ANY_ROWS, 0)):
+    for rows, kind, trigger in ((1, SHORT, 3), (1, ANY_ROWS, 0), (2, ANY_ROWS, 2)):
         launched.clear()
         forward.decode(rows, kind=kind)
         assert launched[0][0] == "embed"

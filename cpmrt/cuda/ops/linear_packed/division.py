@@ -221,17 +221,22 @@ def _can_cluster(layout: PackedLayout, rows: int, device: Device) -> bool:
 def _keeps_whole_x(layout: PackedLayout, rows: int, device: Device) -> bool:
     """Whether each block keeps all of x in shared memory, where K has several runs and clusters do not share them.
 
-    Several normalised rows come prepared: a block keeps them if they leave room for a chunk of each warp.
+    Several rows of other products than "residual" come prepared, unless they have no norm. All of x leaves room for a
+    chunk of each warp.
     """
     shared, whole = device.shared_bytes_per_block, x_bytes(layout, rows)
     if rows == 1 or layout.product == "residual":
-        return whole <= (_WHOLE_ROW_SHARE if rows == 1 else _WHOLE_ROWS_SHARE) * shared
-    if rows >= _MANY_ROWS and layout.num_tiles < _MANY_ROWS_TILES * device.num_sms:
+        most = int((_WHOLE_ROW_SHARE if rows == 1 else _WHOLE_ROWS_SHARE) * shared)
+    elif rows >= _MANY_ROWS and layout.num_tiles < _MANY_ROWS_TILES * device.num_sms:
         return False
+    else:
+        most = _MOST_PREPARED_X
     warps = _block_warps(layout.num_tiles, device.num_sms, rows, device, shared_run=False)
-    least = whole + Ring.of(layout, rows, warps, rounds=1).level
-    least += _fixed_bytes(rows, warps, kept_rounds=1, shared_run=False)
-    return whole <= _MOST_PREPARED_X and least <= shared
+    rounds = ceil(layout.num_tiles / (device.num_sms * (warps // RUNS)))
+    kept = rounds if rows == 1 and rounds <= MOST_KEPT_ROUNDS else 1
+    small_chunk = _SMALL_CHUNK if rows == 1 and device.capability < STARTS_EARLY else 0
+    level = Ring.of(layout, rows, warps, rounds, small_chunk=small_chunk).level
+    return whole <= most and whole + level + _fixed_bytes(rows, warps, kept, shared_run=False) <= shared
 
 
 def _fixed_bytes(rows: int, warps: int, kept_rounds: int, shared_run: bool) -> int:
@@ -242,7 +247,8 @@ def _fixed_bytes(rows: int, warps: int, kept_rounds: int, shared_run: bool) -> i
 
 
 def _block_warps(num_tiles: int, groups: int, rows: int, device: Device, shared_run: bool) -> int:
-    """Return the warps of a block with which the busiest block has the fewest tiles, in the fewest rounds."""
+    """Return the warps of a block with which the busiest block has the fewest tiles, in the fewest rounds; twelve where
+    shared memory is scarce, and eight warps would have several tiles each."""
     large = device.shared_bytes_per_block >= LARGE_SHARED_BYTES
     is_scarce = device.shared_bytes_per_block <= _SCARCE_SHARED_BYTES and device.capability < STARTS_EARLY
     if is_scarce and shared_run and 1 < rows <= _SCARCE_ROWS and num_tiles > _FEW_WARPS * groups:
