@@ -66,24 +66,25 @@ def test_shards(tmp_path: Path) -> None:
         assert checkpoint.num_bytes == A.nbytes + B.nbytes
 
 
-def test_shards_may_be_links(tmp_path: Path) -> None:
-    """A weight file may be a link to a blob without a suffix, as in the hub's cache."""
-    snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "abc", tmp_path / "models--org--name" / "blobs"
+def linked_snapshot(root: Path) -> Path:
+    """Write a snapshot below `root` whose weight file is a link to a blob without a suffix; return its folder."""
+    snapshot, blobs = root / "snapshots" / "abc", root / "blobs"
     for folder in (snapshot, blobs):
         folder.mkdir(parents=True)
     save_file({"a": A}, blobs / "0123")
     (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
-    with Checkpoint.open(snapshot) as checkpoint:
+    return snapshot
+
+
+def test_shards_may_be_links(tmp_path: Path) -> None:
+    """A weight file may be a link to a blob without a suffix, as in the hub's cache."""
+    with Checkpoint.open(linked_snapshot(tmp_path / "models--org--name")) as checkpoint:
         np.testing.assert_array_equal(checkpoint.view("a"), A)
 
 
 def test_a_link_to_blobs_is_followed_in_a_hubs_cache_only(tmp_path: Path) -> None:
     """A folder of a user's own that has these names is no cache: a link may not lead out of it."""
-    snapshot, blobs = tmp_path / "mine" / "snapshots" / "abc", tmp_path / "mine" / "blobs"
-    for folder in (snapshot, blobs):
-        folder.mkdir(parents=True)
-    save_file({"a": A}, blobs / "0123")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    snapshot = linked_snapshot(tmp_path / "mine")
     with pytest.raises(CheckpointError, match="leads out of its folder"):
         Checkpoint.open(snapshot)
 
