@@ -9,9 +9,8 @@ from typing import Any
 from cpmrt.config.fields import Fields
 from cpmrt.config.speculation import (
     DRAFT_METHODS,
-    MAX_NODES,
     MAX_PASSES,
-    MAX_TOP_K,
+    SHAPE_LIMITS,
     InnerDraft,
     SpeculationConfig,
     TreeShape,
@@ -124,14 +123,14 @@ def _shapes(fields: Fields, method: str) -> tuple[tuple[TreeShape, ...], bool]:
 
 def _one_shape(fields: Fields, method: str) -> TreeShape:
     default = DRAFT_METHODS[method].shapes[0]
-    size = fields.integer("tree_size", None, 2, MAX_NODES)
+    size = fields.integer("tree_size", None, *SHAPE_LIMITS["tree_size"])
     if DRAFT_METHODS[method].drafts_chains:
         length = fields.integer("num_passes", None)
         if length is None:
             length = fields.integer("tree_size", default.num_passes + 1, 2, MAX_PASSES + 1) - 1
         return TreeShape(length, fields.integer("top_k", 1), length + 1 if size is None else size)
-    passes = fields.integer("num_passes", default.num_passes, 1, MAX_PASSES)
-    top_k = fields.integer("top_k", default.top_k, 1, MAX_TOP_K)
+    passes = fields.integer("num_passes", default.num_passes, *SHAPE_LIMITS["num_passes"])
+    top_k = fields.integer("top_k", default.top_k, *SHAPE_LIMITS["top_k"])
     # The tree is smaller than the default one where there are not enough candidates for that.
     candidates = top_k + (passes - 1) * top_k**2
     return TreeShape(passes, top_k, min(default.tree_size, candidates + 1) if size is None else size)

@@ -10,7 +10,9 @@ from cpmrt.errors import ConfigError, quoted
 
 MAX_NODES = 64
 """The most nodes of a tree: it is verified in one step of as many rows, with as many bits in an ancestor mask."""
-MAX_PASSES, MAX_TOP_K = 32, 32
+MAX_PASSES = 32
+SHAPE_LIMITS = {"num_passes": (1, MAX_PASSES), "top_k": (1, 32), "tree_size": (2, MAX_NODES)}
+"""The least and the most of the numbers of a tree, by their names in `TreeShape`."""
 MAX_CANDIDATES = 1024
 LONGEST_MATCH = 3
 """The most tokens at the end of a text that a lookup compares with earlier ones."""
@@ -32,8 +34,7 @@ class TreeShape:
     lookup_length: int = 0
 
     def __post_init__(self) -> None:
-        limits = (("num_passes", 1, MAX_PASSES), ("top_k", 1, MAX_TOP_K), ("tree_size", 2, MAX_NODES))
-        for name, low, high in (*limits, ("lookup_length", 0, MAX_NODES - 1)):
+        for name, (low, high) in {**SHAPE_LIMITS, "lookup_length": (0, MAX_NODES - 1)}.items():
             number = checked_integer(f"speculate: {name}", getattr(self, name), low, high)
             object.__setattr__(self, name, number)
         if self.num_candidates > MAX_CANDIDATES:

@@ -327,7 +327,7 @@ def _stop(fields: Fields, name: str) -> tuple[str, ...]:
         raise invalid(name, f"expected a non-empty string or an array of them, got {shown(value)}")
     for index, text in enumerate(texts):
         if not isinstance(text, str) or not text:
-            where = name if texts is not value else f"{name}[{index}]"
+            where = name if isinstance(value, str) else f"{name}[{index}]"
             raise invalid(where, f"expected a non-empty string, got {shown(text)}")
     if len(texts) > MAX_STOP:
         raise invalid(name, f"expected at most {MAX_STOP} strings, got {len(texts)}")
