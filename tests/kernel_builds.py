@@ -31,6 +31,7 @@ _DOWN = {"DOWN_RUNS": 8}
 _GATE_UP = {"PRODUCT": 0, "IN_FEATURES": 2304, "WARP_TILES": 1, "AHEAD": 3, "CHUNK": 0}
 _CHUNK = {"TOKEN_TILES": 8, "WARPS": 8, "CHUNK": 1}
 _SHORT = {"SCALE_GROUP": 128, "ZEROS": 0, "WEIGHT_BITS": 4}
+_TERNARY, _Q8_MINIMUMS = _SHORT | {"WEIGHT_BITS": 2}, {"SCALE_GROUP": 16, "ZEROS": 2, "WEIGHT_BITS": 8}
 _RESCORE = {"IN_FEATURES": 4096, "VOCAB": 73448, "BLOCKS": 132}
 _HEAD_64, _HEAD_128 = ({**_PORTABLE_LINEAR, "HEAD_DIM": size} for size in (64, 128))
 
@@ -269,11 +270,13 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         for attends in ({}, {"GROUP": 3, "PAGE_STAGES": 2})
     ),
     "linear_packed/packed_gemm.cu": (
-        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 64, "TILES": 16, "TILE_WARPS": 1, "STAGES": 6} | _SHORT,
-        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TOKENS": 64, "TILES": 4, "TILE_WARPS": 2, "STAGES": 6} | _SHORT,
-        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 16, "TILES": 8, "TILE_WARPS": 1, "STAGES": 4}
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TILES": 16, "TILE_WARPS": 1, "STAGES": 6} | _SHORT,
+        {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TILES": 4, "TILE_WARPS": 2, "STAGES": 6} | _SHORT,
+        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 8, "TILE_WARPS": 2, "STAGES": 4}
         | _SHORT
         | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 16, "TILE_WARPS": 1, "STAGES": 5} | _TERNARY,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 4, "TILE_WARPS": 2, "STAGES": 3} | _Q8_MINIMUMS,
     ),
     "linear_packed/packed_gemm_wide.cu": (
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TILES": 16, "STAGES": 4} | _SHORT,
@@ -281,20 +284,37 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
         {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 16, "STAGES": 3}
         | _SHORT
         | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
-        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 4, "STAGES": 4}
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 8, "STAGES": 4}
         | _SHORT
         | {"SCALE_GROUP": 64},
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TILES": 16, "STAGES": 4, "GATED": 1} | _SHORT,
         {"LINEAR": 2, "IN_FEATURES": 1536, "RUNS": 8, "TILES": 8, "STAGES": 4, "GATED": 1}
         | _SHORT
         | _FATRELU,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 16, "STAGES": 4} | _TERNARY,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TILES": 8, "STAGES": 3} | _Q8_MINIMUMS,
     ),
     "linear_packed/packed_gemm_wgmma.cu": (
         {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 64, "TILES": 16, "STAGES": 6} | _SHORT,
         {"LINEAR": 1, "IN_FEATURES": 16384, "RUNS": 8, "TOKENS": 64, "TILES": 4, "STAGES": 11} | _SHORT,
-        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 16, "TILES": 8, "STAGES": 15}
+        {"LINEAR": 2, "IN_FEATURES": 4096, "RUNS": 1, "TOKENS": 128, "TILES": 16, "STAGES": 4, "GATED": 1} | _SHORT,
+        {"LINEAR": 2, "IN_FEATURES": 1536, "RUNS": 8, "TOKENS": 128, "TILES": 12, "STAGES": 4, "GATED": 1}
+        | _SHORT
+        | _FATRELU,
+        {"LINEAR": 0, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 128, "TILES": 16, "STAGES": 4}
         | _SHORT
         | {"HEAD_DIM": 128, "ZEROS": 1, "SCALE_GROUP": 32},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 128, "TILES": 8, "STAGES": 5}
+        | _SHORT
+        | {"ZEROS": 1, "SCALE_GROUP": 64},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 128, "TILES": 16, "STAGES": 5} | _TERNARY,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 128, "TILES": 16, "STAGES": 3}
+        | _TERNARY
+        | {"WEIGHT_BITS": 8, "SCALE_GROUP": 16},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 64, "TILES": 16, "STAGES": 4} | _Q8_MINIMUMS,
+        {"LINEAR": 1, "IN_FEATURES": 4096, "RUNS": 8, "TOKENS": 128, "TILES": 8, "STAGES": 5}
+        | _Q8_MINIMUMS
+        | {"WEIGHT_BITS": 4, "SCALE_GROUP": 32},
     ),
     "linear_packed/repack.cu": tuple(
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 64, "ZEROS": 1, "FORMAT": kind}

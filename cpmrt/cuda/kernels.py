@@ -25,12 +25,12 @@ from cpmrt.cuda.ops import (
     slot_states,
 )
 from cpmrt.cuda.ops.attention import decode, prefill, qkv, selected, tree
-from cpmrt.cuda.ops.linear_packed import ffn_row, long_chunk, row_layers, short_chunk
+from cpmrt.cuda.ops.linear_packed import chunk, ffn_row, row_layers
 from cpmrt.cuda.ops.linear_packed import products as packed_products
 from cpmrt.cuda.step import kernels as step_kernels
 
 _MODULES = (
-    *(random, repack, upload, bandwidth, rows, linear, products, packed_products, short_chunk, long_chunk),
+    *(random, repack, upload, bandwidth, rows, linear, products, packed_products, chunk),
     *(row_layers, ffn_row, gemm, kv, selection, experts, latent, lightning, slot_states, decode, qkv, tree, selected),
     *(prefill, step_kernels, draft_kernels, block_kernels, chain_kernels, screened_head),
 )

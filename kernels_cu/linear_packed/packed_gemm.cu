@@ -1,37 +1,37 @@
-// Dense product of a short prefill chunk with a weight of 4 bits, unpacked in registers on its way to the tensor cores.
+// Dense product of a prefill chunk of few rows with a packed weight, unpacked in registers on its way to the tensor cores.
 //
 //   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]); y is not read if beta is 0;
-//             w[n, k] = round(scale[n, k / G] * (u[n, k] - zero[n, k / G]))
+//             w[n, k] = round(scale[n, k / G] * (u[n, k] - zero[n, k / G])), with minimums round(scale * u - minimum)
 //   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major, 16-byte aligned; packed as
 //             packed_layout.cuh describes
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
-//             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 4. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that share
-//             a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales. TOKENS: rows of x a block: 16 or 64.
-//             TILES: packed tiles of a block. TILE_WARPS: warps that share a tile and divide its rows of x: 1 or 2.
-//             STAGES: slices of x and w in shared memory, at least 3
-//   launch    grid (ceil(N / 16 / TILES), ceil(M / TOKENS)), block 32 * TILES * TILE_WARPS, shared
-//             STAGES * (TOKENS * 256 + TILES * bytes of a unit)
+//             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 2, 4 or 8. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that
+//             share a scale. ZEROS: what is beside the scales, as in packed_layout.cuh. TILES: packed tiles of a block.
+//             TILE_WARPS: warps that share a tile and divide its rows of x: 1 or 2. STAGES: slices of x and w in shared memory,
+//             at least 3
+//   launch    grid (ceil(N / 16 / TILES), ceil(M / 64)), block 32 * TILES * TILE_WARPS, shared
+//             STAGES * (16384 + TILES * bytes of a unit)
 //   numerics  as linear/gemm.cu after `dequantize` of repack.cu, bit for bit: a weight is rounded once, sums are fp32 in
 //             ascending k, 16 at a time; the product is rounded to scalar_t before y is added
 //   oracle    reference/ops.py project_residual without bias (alpha = the residual scale, beta = 1)
 //   source    original; layout of the mma fragments as in the PTX manual, section 9.7.14
-//   layout    a chunk of so few rows costs what its weights cost: unpacked in memory they are eight times as many bytes, written
-//             and read. A warp has one tile (operand A) and all of the block's rows of x (operand B), so that a weight is
+//   layout    a chunk of few rows costs what its weights cost: unpacked in memory, codes of 4 bits are eight times as many bytes,
+//             written and read. A warp has one tile (operand A) and all of the block's rows of x (operand B), so that a weight is
 //             unpacked once; lanes of a quad exchange codes, which are stored for another order of k (natural_order).
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
-    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TOKENS) || !defined(TILES) || \
-    !defined(TILE_WARPS) || !defined(STAGES)
+    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TILES) || !defined(TILE_WARPS) || !defined(STAGES)
 #error "a constant is not defined"
 #endif
 #include "packed_unpack.cuh"
 
 constexpr int kWarps = TILES * TILE_WARPS, kThreads = kWarps * 32;
-constexpr int kTokenTiles = TOKENS / 8 / TILE_WARPS;           // token tiles of a warp, 8 tokens each
-constexpr int kRowBytes = 128, kPanelBytes = TOKENS * kRowBytes;   // a panel has 64 columns of x
+constexpr int kTokens = 64;                                     // rows of x of a block
+constexpr int kTokenTiles = kTokens / 8 / TILE_WARPS;           // token tiles of a warp, 8 tokens each
+constexpr int kRowBytes = 128, kPanelBytes = kTokens * kRowBytes;   // a panel has 64 columns of x
 constexpr int kXBytes = 2 * kPanelBytes, kStageBytes = kXBytes + TILES * kUnitBytes;
 constexpr int kAhead = STAGES - 1;                                 // stages on their way while one is read
 constexpr int kHalfSteps = 4;                                      // steps of 16 k in half a slice
-static_assert(kTokenTiles % 2 == 0 && TOKENS % 16 == 0, "a warp has pairs of token tiles");
+static_assert(TILE_WARPS == 1 || TILE_WARPS == 2, "TILE_WARPS");
 static_assert(STAGES >= 3, "STAGES");
 
 // Returns where chunk `chunk` (16 bytes) of a row of x lies in a stage, in panels of 64 columns: the same chunk of eight rows covers all banks.
@@ -64,7 +64,7 @@ struct WeightCopy {
 
 // A thread's share of copying rows of x: the same chunk of every kStride-th row. In place of rows that do not exist it copies the last one.
 struct TokenCopy {
-  static constexpr int kStride = kThreads / 16, kCopies = (TOKENS + kStride - 1) / kStride;
+  static constexpr int kStride = kThreads / 16, kCopies = kTokens / kStride;
   const scalar_t* source[kCopies];
   uint32_t target;
 
@@ -76,7 +76,6 @@ struct TokenCopy {
     target = shared + token_offset(row, chunk);
   }
   DEVICE void start(int slice, int stage) const {
-    if (kStride > TOKENS && threadIdx.x >= TOKENS * 16) return;
 #pragma unroll
     for (int i = 0; i < kCopies; i++)
       cp_async16(target + stage * kStageBytes + i * kStride * kRowBytes, source[i] + slice * kSliceColumns);
@@ -129,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                         float alpha, float beta) {
   extern __shared__ __align__(1024) unsigned char shared[];
   pdl_launch_dependents();
-  const int num_tiles = (n + 15) / 16, first_token = blockIdx.y * TOKENS;
+  const int num_tiles = (n + 15) / 16, first_token = blockIdx.y * kTokens;
   const int warp = threadIdx.x / 32, tile = blockIdx.x * TILES + warp / TILE_WARPS;
   const uint32_t stages = shared_address(shared);
   const WeightCopy weights(packed, min(tile, num_tiles - 1), stages);

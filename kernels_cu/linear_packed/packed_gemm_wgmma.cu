@@ -1,35 +1,41 @@
-// Dense product of a short prefill chunk with a weight of 4 bits on sm_90, unpacked in registers on its way to the tensor cores.
+// Dense product of a prefill chunk with a packed weight on sm_90, unpacked in registers on its way to the tensor cores.
 //
-//   formula   as packed_gemm.cu
-//   operands  y (M, N) scalar_t, its rows `stride` elements apart, an even number; x (M, K) scalar_t row-major, as a tensor map
-//             in boxes of TOKENS rows and 64 columns; packed as packed_layout.cuh describes
+//   formula   as packed_gemm_wide.cu, with GATED and without
+//   operands  y (M, N) scalar_t, with GATED (M, N / 2), its rows `stride` elements apart, an even number; x (M, K) scalar_t
+//             row-major, as a tensor map in boxes of TOKENS rows and 64 columns; packed as packed_layout.cuh describes
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
-//             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 4. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that share
-//             a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales. TOKENS: rows of x a block: 16 or 64.
-//             TILES: packed tiles of a block, a multiple of 4. STAGES: slices of x and of codes in shared memory, at least 3
-//   launch    grid (ceil(N / 16 / TILES), ceil(M / TOKENS)), block 32 * TILES + 32, shared
+//             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 2, 4 or 8. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that
+//             share a scale. ZEROS: what is beside the scales, as in packed_layout.cuh. TOKENS: rows of x a block: 64 or
+//             128. TILES: packed tiles of a block: 4, 8, 12 or 16. STAGES: slices of x and of codes in shared memory, at least 3.
+//             GATED: as in packed_gemm_wide.cu. FATRELU: with GATED, as there
+//   launch    grid (ceil(M / TOKENS), ceil(N / 16 / TILES)), block 32 * TILES + 32, or 512 with 16 tiles, shared
 //             STAGES * (TOKENS * 256 + TILES * bytes of a unit + 16)
 //   numerics  those of packed_gemm.cu, bit for bit
 //   oracle    reference/ops.py project_residual without bias (alpha = the residual scale, beta = 1)
 //   source    original
 //   layout    four warps multiply together: each unpacks its tile to registers (operand A) while the tensor cores multiply the
 //             half slice before it by the block's rows of x in shared memory (operand B). A warp copies its own codes and
-//             waits for no other one; the last warp copies x.
+//             waits for no other one; the last warp copies x, or with 16 tiles the first thread does beside its work. Blocks
+//             with the same weights are neighbours in the grid, so that weights come from memory once.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
-    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TOKENS) || !defined(TILES) || !defined(STAGES)
+    !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TOKENS) || !defined(TILES) || !defined(STAGES) || \
+    (LINEAR != 2 && defined(GATED)) || (LINEAR != 2 && defined(FATRELU))
 #error "a constant is not defined"
 #endif
+#include "gated.cuh"
 #include "mbarrier.cuh"
 #include "packed_unpack.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
 
-constexpr int kThreads = TILES * 32 + 32;
+// With a warp more than 16 each thread would have 96 registers, too few for 128 rows of x.
+constexpr bool kCopierWarp = TILES < 16;
+constexpr int kThreads = TILES * 32 + (kCopierWarp ? 32 : 0);
 constexpr int kRowBytes = 128, kPanelBytes = TOKENS * kRowBytes;   // a panel has 64 columns of x
 constexpr int kXBytes = 2 * kPanelBytes;
 constexpr int kHalfSteps = 4;                                      // steps of 16 k in half a slice
-static_assert(TOKENS == 16 || TOKENS == 64, "TOKENS");
-static_assert(TILES % 4 == 0, "four warps multiply together");
+static_assert(TOKENS == 64 || TOKENS == 128, "TOKENS");
+static_assert(TILES % 4 == 0 && TILES <= 16, "four warps multiply together");
 static_assert(STAGES >= 3, "STAGES");
 
 // The stage of a slice, which slices take in turn, and the parity of how often the stages have been gone through before.
@@ -38,6 +44,11 @@ struct Turn {
 
   DEVICE void next() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+  // Returns the turn of `slices` slices later, fewer than STAGES.
+  DEVICE Turn after(int slices) const {
+    const int later = stage + slices;
+    return later < STAGES ? Turn{later, parity} : Turn{later - STAGES, parity ^ 1};
   }
 };
 
@@ -56,19 +67,15 @@ struct Stages {
   }
 };
 
-// Copies all of the block's x, slice by slice. One thread calls it.
-DEVICE void copy_x(const Stages& stages, const TensorMap& x) {
-  Turn turn;
-#pragma unroll 1
-  for (int slice = 0; slice < kSlices; slice++) {
-    mbarrier_wait(stages.read(turn.stage), turn.parity ^ 1);   // passes at once the first time
-    mbarrier_arrive_expect(stages.full(turn.stage), kXBytes);
+// Starts the copy of a slice of x, nothing past the last one, once its stage has been read, which it has at first.
+DEVICE void copy_rows(const Stages& stages, const TensorMap& x, int slice, Turn turn) {
+  if (slice >= kSlices) return;
+  const uint32_t full = stages.full(turn.stage);
+  mbarrier_wait(stages.read(turn.stage), turn.parity ^ 1);
+  mbarrier_arrive_expect(full, kXBytes);
 #pragma unroll
-    for (int panel = 0; panel < 2; panel++)
-      copy_box(stages.x(turn.stage) + panel * kPanelBytes, x, blockIdx.y * TOKENS, slice * kSliceColumns + panel * 64,
-               stages.full(turn.stage));
-    turn.next();
-  }
+  for (int panel = 0; panel < 2; panel++)
+    copy_box(stages.x(turn.stage) + panel * kPanelBytes, x, blockIdx.x * TOKENS, slice * kSliceColumns + panel * 64, full);
 }
 
 // A warp's copies of its tile, slice by slice: the lanes take neighbouring chunks of 16 bytes of a unit.
@@ -92,8 +99,10 @@ struct CodeCopy {
   }
 };
 
-// Computes the sums of the warp's tile over all of K.
-DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCopy& copy, uint32_t mask) {
+// Computes the sums of the warp's tile over all of K. Without a warp that copies, the first thread starts a copy of x in each slice,
+// to the stage of two slices before.
+DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCopy& copy, const TensorMap& x,
+                         uint32_t mask) {
   const int warp = threadIdx.x / 32;
   uint32_t a[2][kHalfSteps][4];
   HalfSlice codes, next;
@@ -108,7 +117,7 @@ DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCo
     next.load(stages.unit(warp, stage), 1);
     mbarrier_wait(stages.full(stage), turn.parity);
     turn.next();
-    const uint32_t x = __shfl_sync(0xFFFFFFFFu, stages.x(stage), 0);   // so the compiler sees that all lanes have the same
+    const uint32_t rows = __shfl_sync(0xFFFFFFFFu, stages.x(stage), 0);   // so the compiler sees that all lanes have the same
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       if (half == 1) {
@@ -122,15 +131,17 @@ DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCo
       for (int step = 0; step < kHalfSteps; step++) codes.unpack(a[half][step], step, mask);
       settle(a[half]);
       wgmma_fence();
-      const uint64_t rows = wgmma_descriptor<kRowBytes>(x + half * kPanelBytes, 0);
+      const uint64_t b = wgmma_descriptor<kRowBytes>(rows + half * kPanelBytes, 0);
 #pragma unroll
-      for (int step = 0; step < kHalfSteps; step++) multiply_tile(sums, a[half][step], rows + descriptor_step(step * 32), true);
+      for (int step = 0; step < kHalfSteps; step++) multiply_tile(sums, a[half][step], b + descriptor_step(step * 32), true);
       wgmma_commit();
       next.order();
       codes = next;
       wgmma_wait<1>();   // for the half slice before this one: its registers are free, after half 0 also its stage
       settle(a[1 - half]);
       if (half == 0 && slice > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(read_before);
+      if (!kCopierWarp && half == 0 && slice > 1 && threadIdx.x == 0)
+        copy_rows(stages, x, slice - 2 + STAGES, turn.after(STAGES - 3));
     }
     read_before = stages.read(stage);
   }
@@ -138,6 +149,20 @@ DEVICE void multiply_all(float (&sums)[TOKENS / 2], const Stages& stages, CodeCo
   settle(sums);
 }
 
+#ifdef GATED
+// Stores activation(gate) * up of a warp's tile, whose lo has rows of gate and its hi those of up.
+DEVICE void store(scalar_t* y, const float (&sums)[TOKENS / 2], int tile, int m, int stride, float alpha) {
+  const int lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + lane / 4;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 8; i++) {
+    const float *gate = sums + i * 4, *up = gate + 2;
+    const uint32_t pair =
+        transposed(gated_pair(pack2(alpha * gate[0], alpha * gate[1]), pack2(alpha * up[0], alpha * up[1])));
+    if (token + i * 8 < m)
+      *reinterpret_cast<uint32_t*>(y + static_cast<int64_t>(token + i * 8) * stride + tile * 8 + lane % 4 * 2) = pair;
+  }
+}
+#else
 // Returns two 16-bit products as they are stored at `place`: with beta times the values there added, and rounded again.
 DEVICE uint32_t added(uint32_t product, float beta, const uint32_t* place) {
   if (beta == 0.f) return product;
@@ -147,7 +172,7 @@ DEVICE uint32_t added(uint32_t product, float beta, const uint32_t* place) {
 
 // Scales, adds and stores a warp's sums of one tile, transposed between the lanes of the warp, so that each has neighbours in a row of y.
 DEVICE void store(scalar_t* y, const float (&sums)[TOKENS / 2], int tile, int m, int n, int stride, float alpha, float beta) {
-  const int lane = threadIdx.x % 32, token = blockIdx.y * TOKENS + lane / 4;
+  const int lane = threadIdx.x % 32, token = blockIdx.x * TOKENS + lane / 4;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = tile_row(tile, half * 8 + lane % 4 * 2, n);
@@ -161,27 +186,40 @@ DEVICE void store(scalar_t* y, const float (&sums)[TOKENS / 2], int tile, int m,
   }
 }
 
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(packed_gemm_wgmma)(scalar_t* y, const __grid_constant__ TensorMap x, const unsigned char* __restrict__ packed,
                               int m, int n, int stride, float alpha, float beta) {
   extern __shared__ __align__(1024) unsigned char shared[];
   pdl_launch_dependents();
   const Stages stages{shared_address(shared)};
-  const int warp = threadIdx.x / 32, num_tiles = (n + 15) / 16, tile = blockIdx.x * TILES + warp;
+  const int warp = threadIdx.x / 32, num_tiles = (n + 15) / 16, tile = blockIdx.y * TILES + warp;
   CodeCopy copy(packed, min(tile, num_tiles - 1), stages.unit(warp, 0));
+  const bool copies = threadIdx.x == (kCopierWarp ? TILES * 32 : 0);
   if (warp < TILES) {
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++) copy.start(i, i);
-  } else if (threadIdx.x % 32 == 0) {
-    stages.prepare();
   }
+  if (copies) stages.prepare();
   pdl_wait();
+  Turn turn;
+  if (copies) {
+#pragma unroll 1
+    for (int slice = 0; slice < STAGES; slice++, turn.next()) copy_rows(stages, x, slice, turn);
+  }
   __syncthreads();
   if (warp == TILES) {
-    if (threadIdx.x % 32 == 0) copy_x(stages, x);
+#pragma unroll 1
+    for (int slice = STAGES; copies && slice < kSlices; slice++, turn.next()) copy_rows(stages, x, slice, turn);
     return;
   }
   float sums[TOKENS / 2] = {};
-  multiply_all(sums, stages, copy, held_code_mask(m));
-  if (tile < num_tiles) store(y, sums, tile, m, n, stride, alpha, beta);
+  multiply_all(sums, stages, copy, x, held_code_mask(m));
+  if (tile >= num_tiles) return;
+#ifdef GATED
+  store(y, sums, tile, m, stride, alpha);
+#else
+  store(y, sums, tile, m, n, stride, alpha, beta);
+#endif
 }

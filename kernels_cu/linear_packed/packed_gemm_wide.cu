@@ -1,23 +1,24 @@
-// Dense product of many rows with a weight of 4 bits, unpacked in registers: for prefill chunks below sm_90.
+// Dense product of many rows with a packed weight, unpacked in registers: for prefill chunks where no library is faster.
 //
 //   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]); y is not read if beta is 0;
-//             w[n, k] = round(scale[n, k / G] * (u[n, k] - zero[n, k / G])). With GATED y[m, f] = round(activation(round(alpha *
-//             sum_k x[m, k] w[f, k])) * round(alpha * sum_k x[m, k] w[N / 2 + f, k])), f < N / 2, and beta is not read
+//             w[n, k] = round(scale[n, k / G] * (u[n, k] - zero[n, k / G])), with minimums round(scale * u - minimum). With GATED
+//             y[m, f] = round(activation(round(alpha * sum_k x[m, k] w[f, k])) * round(alpha * sum_k x[m, k] w[N / 2 + f, k])),
+//             f < N / 2, and beta is not read
 //   operands  y (M, N) scalar_t, with GATED (M, N / 2), its rows `stride` elements apart, a multiple of 8; x (M, K) scalar_t row-major; packed as
 //             packed_layout.cuh describes; 16-byte aligned. M any, N a multiple of 8
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
-//             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 4. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that share
-//             a scale: 32, 64 or 128. ZEROS: 1 has zero points beside the scales. TILES: packed tiles of a block: 4, 8 or 16.
-//             STAGES: halves of a slice of x and w in shared memory, at least 3. GATED: 1, of gate_up only: stores what
+//             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 2, 4 or 8. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that
+//             share a scale. ZEROS: what is beside the scales, as in packed_layout.cuh. TILES: packed tiles of a block: 8
+//             or 16. STAGES: halves of a slice of x and w in shared memory, at least 3. GATED: 1, of gate_up only: stores what
 //             rows/activation.cu would make of both halves, bit for bit; without it stores both halves. FATRELU: with GATED, as there
 //   launch    grid ceil(M / 128) * ceil(N / 16 / TILES), block 16 * TILES, shared
-//             STAGES * (16384 + TILES * (512 + bytes of the scales of 64 columns))
+//             STAGES * (16384 + TILES * bytes of half a unit, whose scales are at least one group's)
 //   numerics  as linear/gemm.cu after `dequantize` of repack.cu, bit for bit: a weight is rounded once, sums are fp32 in
 //             ascending k, 16 at a time; the product is rounded to scalar_t before y is added
 //   oracle    reference/ops.py project_residual without bias (alpha = the residual scale, beta = 1)
 //   source    original; layout of the mma fragments as in the PTX manual, section 9.7.14
-//   layout    a packed tile is two fragments of operand B, lo's rows and hi's. Weights are codes until they are in registers: half a
-//             slice of x and w takes 25 KB, and four of them fit where a block has 99 KB. Fragments of x are loaded sixteen products
+//   layout    a packed tile is two fragments of operand B, lo's rows and hi's. Weights are codes until they are in registers: in 4
+//             bits half a slice of x and w takes 25 KB, and four of them fit where a block has 99 KB. Fragments of x are loaded sixteen products
 //             ahead, across the border of two stages: the barrier between them hides behind those products.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
     !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TILES) || !defined(STAGES) || \
@@ -37,13 +38,18 @@ constexpr int kSteps = kHalfColumns / 16;
 constexpr int kAhead = 4;                                        // fragments of x that are loaded before their turn
 constexpr int kStageFragments = kSteps * kFragmentsM;
 using RowCopy = TileCopy<kTileM, kXChunks, kThreads, kXStageBytes>;
-static_assert(TILES == 4 || TILES == 8 || TILES == 16, "TILES");
+static_assert(TILES == 8 || TILES == 16, "TILES");
 static_assert(STAGES >= 3, "STAGES");
+
+// Starts a copy of 8 bytes of weights.
+DEVICE void cp_async8(uint32_t shared, const void* source) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" ::"r"(shared), "l"(source) : "memory");
+}
 
 // A warp's share of copying half slices of its tiles: all lanes copy the codes of each tile, then the scales of both tiles. These have fewer
 // pieces than there are lanes, so that several lanes copy the same piece.
 struct WeightCopy {
-  static constexpr int kParts = kWarpTiles + 1;
+  static constexpr int kCodeParts = WEIGHT_BITS == 8 ? 2 : 1, kParts = kWarpTiles * kCodeParts + 1;
   static constexpr int kScaleLanes = HalfSlice::kGroups * kScaleBytes / 16, kPadding = kRunBytes - kRunSlices * kUnitBytes;
   const unsigned char *codes[kWarpTiles], *scales;
   uint32_t target, scale_target;
@@ -55,15 +61,20 @@ struct WeightCopy {
     for (int t = 0; t < kWarpTiles; t++) codes[t] = tile_of_warp(t) + lane * 16;
     const int scale_tile = lane / kScaleLanes % kWarpTiles, place = lane % kScaleLanes * 16;
     scales = tile_of_warp(scale_tile) + kCodeBytes + place;
-    target = shared + lane * 16;
+    target = shared + lane * kLaneBytes;
     scale_target = shared + scale_tile * kHalfBytes + kHalfCodeBytes + place;
   }
   // Starts a part of the copy of half slice `index` of K: the codes of a tile, or (the last part) the scales of both tiles.
   DEVICE void start_one(int part, int index, int stage) const {
     const int slice = index / 2, half = index % 2, unit = slice * kUnitBytes + slice / kRunSlices * kPadding;
     const uint32_t place = stage * kWStageBytes;
-    if (part < kWarpTiles) cp_async16_lines(target + place + part * kHalfBytes, codes[part] + (unit + half * kHalfCodeBytes));
-    else cp_async16_lines(scale_target + place, scales + (unit + half * kHalfColumns / SCALE_GROUP * kScaleBytes));
+    if (part < kParts - 1) {
+      const int tile = part / kCodeParts, piece = part % kCodeParts * 512;
+      const unsigned char* const from = codes[tile] + (unit + half * kHalfStep + piece);
+      const uint32_t to = target + place + tile * kHalfBytes + piece;
+      if constexpr (kLaneBytes == 16) cp_async16_lines(to, from);
+      else cp_async8(to, from);
+    } else cp_async16_lines(scale_target + place, scales + (unit + half * kHalfColumns / SCALE_GROUP * kScaleBytes));
   }
 };
 
@@ -79,7 +90,7 @@ struct Weights {
   DEVICE void load(uint32_t shared) {
 #pragma unroll
     for (int t = 0; t < kWarpTiles; t++)
-      codes[t].load_parts(shared + t * kHalfBytes, shared + t * kHalfBytes + kHalfCodeBytes), codes[t].order();
+      codes[t].load_parts(shared + t * kHalfBytes, shared + t * kHalfBytes + kHalfCodeBytes, kLaneBytes), codes[t].order();
   }
   DEVICE void unpack(int step) {
 #pragma unroll

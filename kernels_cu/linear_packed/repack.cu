@@ -14,8 +14,8 @@
 //   share a scale: 16, 32, 64 or 128. ZEROS: 1 has zero points beside the scales, 2 minimums (repack_scales makes them of a
 //   zero point in the middle of the codes' range); 0: zero points are 8, in 2 bits 2, in 8 bits 128
 // Grid: any number of blocks of 256 threads; no dynamic shared memory.
-// Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is a float32 product
-//   rounded once.
+// Numerics: integers as they are; a scale of another type is rounded once, to nearest; a dequantised weight is rounded once, as a product
+//   or, with a minimum, as a fused multiply-add.
 // Oracle: tests/packed_oracle.py; cpmrt/weights/formats/.
 // Source: original; formats as in AutoGPTQ, AutoAWQ, compressed-tensors and IST-DASLab/marlin.
 // Why so: a thread owns 16 bytes of the result, whatever sources its two rows come from, so sources can come one after the other.
@@ -111,6 +111,12 @@ DEVICE uint32_t unit_code(const uint32_t (&words)[kLaneWords], int block, int e,
   return words[block * 2 + e / 4] >> place & 15;
 }
 
+// Returns a * b + c of pairs of 16-bit floats, rounded once.
+DEVICE uint32_t fma_pair(uint32_t a, uint32_t b, uint32_t c) {
+  const scalar2_t v = __hfma2(reinterpret_cast<const scalar2_t&>(a), reinterpret_cast<const scalar2_t&>(b), reinterpret_cast<const scalar2_t&>(c));
+  return reinterpret_cast<const uint32_t&>(v);
+}
+
 // Writes weights in 16 bits: out (count, K) scalar_t = rows first_row .. + count - 1 of the weight, columns in stored order. first_row is a
 // multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
@@ -135,13 +141,17 @@ extern "C" __global__ void __launch_bounds__(256) KERNEL(dequantize)(
       const scalar_t* const scales = reinterpret_cast<const scalar_t*>(unit + kCodeBytes + group * kScaleBytes) +
                                      (lane / 4 * 2 + place.y) * (ZEROS ? 2 : 1);
       const float scale = to_float(scales[0]), beside = ZEROS ? to_float(scales[1]) : 1 << WEIGHT_BITS - 1;
-      const float zero = 8388608.0f + (ZEROS == 2 ? 0.0f : beside), minimum = ZEROS == 2 ? beside : 0.0f;
-      float values[8];
+      const float zero = 8388608.0f + (ZEROS == 2 ? 0.0f : beside);
+      float centred[8];
 #pragma unroll
       for (int e = 0; e < 8; e++)   // an integer below 2^23 is the low bits of the float 2^23 + it
-        values[e] = (__uint_as_float(0x4B000000u | unit_code(words, j, e, place.y)) - zero) * scale - minimum;
-      store16(to + j * 32, make_uint4(pack2(values[0], values[1]), pack2(values[2], values[3]), pack2(values[4], values[5]),
-                                      pack2(values[6], values[7])));
+        centred[e] = __uint_as_float(0x4B000000u | unit_code(words, j, e, place.y)) - zero;
+      uint32_t pairs[4];
+#pragma unroll
+      for (int e = 0; e < 8; e += 2)
+        pairs[e / 2] = ZEROS == 2 ? fma_pair(pack2(centred[e], centred[e + 1]), pack2(scale, scale), pack2(-beside, -beside))
+                                  : pack2(centred[e] * scale, centred[e + 1] * scale);
+      store16(to + j * 32, make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
     }
   }
 }

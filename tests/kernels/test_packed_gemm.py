@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,25 +15,40 @@ from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import float_bits
-from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, PackedLayout
-from cpmrt.cuda.ops.linear_packed.long_chunk import plan_long_chunk, takes_long_chunk
-from cpmrt.cuda.ops.linear_packed.short_chunk import MOST_ROWS, ChunkPlan, plan_short_chunk
+from cpmrt.cuda.ops.linear_packed.chunk import (
+    BLOCKS,
+    Block,
+    ChunkPlan,
+    GatedConstants,
+    blocks_for,
+    plan_block,
+    plan_chunk,
+)  # fmt: skip
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, ZERO_POINTS, PackedLayout
 from cpmrt.dtypes import DType, from_float32, round_to
 from cpmrt.ops import OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
 
-# Product, rows, columns, head size, group size, zero points.
+# Product, rows, columns, head size, group size, kind of zeros, bits.
 CASES = {
-    "demo qkv": ("qkv", 768, 256, 64, 128, False),
-    "qkv with heads of 96": ("qkv", 2688, 256, 96, 32, True),
-    "0.5B down": ("residual", 1024, 4096, 0, 128, False),
-    "one slice": ("residual", 16, 128, 0, 128, False),
-    "uneven o": ("residual", 2640, 1152, 0, 64, True),
-    "groups of 32": ("residual", 80, 640, 0, 32, False),
-    "gate_up": ("gate_up", 1280, 256, 0, 64, False),
-    "wide gate_up": ("gate_up", 34816, 256, 0, 128, True),
-    "8B down": ("residual", 4096, 16384, 0, 128, False),
+    "demo qkv": ("qkv", 768, 256, 64, 128, 0, 4),
+    "qkv with heads of 96": ("qkv", 2688, 256, 96, 32, ZERO_POINTS, 4),
+    "0.5B down": ("residual", 1024, 4096, 0, 128, 0, 4),
+    "one slice": ("residual", 16, 128, 0, 128, 0, 4),
+    "uneven o": ("residual", 2640, 1152, 0, 64, ZERO_POINTS, 4),
+    "groups of 32": ("residual", 80, 640, 0, 32, 0, 4),
+    "gate_up": ("gate_up", 1280, 256, 0, 64, 0, 4),
+    "wide gate_up": ("gate_up", 34816, 256, 0, 128, ZERO_POINTS, 4),
+    "8B down": ("residual", 4096, 16384, 0, 128, 0, 4),
+    "Q4_K gate_up": ("gate_up", 1280, 512, 0, 32, MINIMUMS, 4),
+    "Q4_K qkv": ("qkv", 2688, 256, 96, 32, MINIMUMS, 4),
+    "ternary down": ("residual", 1040, 1152, 0, 128, 0, 2),
+    "ternary gate_up": ("gate_up", 1280, 256, 0, 64, 0, 2),
+    "Q8_0 qkv": ("qkv", 768, 640, 64, 32, 0, 8),
+    "Q8_0 gate_up": ("gate_up", 1280, 256, 0, 32, 0, 8),
+    "Q6_K down": ("residual", 80, 1152, 0, 16, 0, 8),
+    "Q5_K with a smaller group": ("residual", 1040, 640, 0, 16, MINIMUMS, 8),
 }
 
 
@@ -46,17 +62,23 @@ class Case:
 
 
 def make_case(name: str, dtype: DType, device: Device) -> Case:
-    product, rows, columns, head_dim, group_size, has_zeros = CASES[name]
+    product, rows, columns, head_dim, group_size, kind, bits = CASES[name]
     rng = np.random.default_rng(rows)
-    codes = rng.integers(0, 16, (rows, columns)).astype(np.uint8)
+    codes = rng.integers(0, 2**bits, (rows, columns)).astype(np.uint8)
     groups = (rows, columns // group_size)
-    scales = round_to((0.5 + rng.random(groups, np.float32)) * np.float32(0.2 * columns**-0.5), dtype)
-    zeros = rng.integers(0, 17, groups).astype(np.float32) if has_zeros else None
-    centre = np.float32(8) if zeros is None else np.repeat(zeros, group_size, axis=1)
-    weight = round_to((codes - centre) * np.repeat(scales, group_size, axis=1), dtype)
-    layout = layout_of(product, (rows, columns), group_size, device, zeros=has_zeros, head_dim=head_dim)
-    words = [None if values is None else from_float32(values, dtype) for values in (scales, zeros)]
-    return Case(layout, pack(layout, codes, *words), weight)
+    unit = np.float32(0.2 * columns**-0.5)
+    scales = round_to((0.5 + rng.random(groups, np.float32)) * unit * 2.0 ** (4 - bits), dtype)
+    layout = layout_of(product, (rows, columns), group_size, device, zeros=kind, head_dim=head_dim, bits=bits)
+    assert (layout.zeros, layout.scale_group) == (kind, group_size)
+    beside, each = None, partial(np.repeat, repeats=group_size, axis=1)
+    if kind == MINIMUMS:  # multiples of a unit, so that float32 holds every weight before it is rounded
+        beside = round_to(rng.integers(1, 64, groups).astype(np.float32) * 2.0 ** np.floor(np.log2(unit)) / 4, dtype)
+        weight = codes * each(scales) - each(beside)
+    else:
+        beside = rng.integers(0, 17, groups).astype(np.float32) if kind else None
+        weight = (codes - (np.float32(2 ** (bits - 1)) if beside is None else each(beside))) * each(scales)
+    words = [None if values is None else from_float32(values, dtype) for values in (scales, beside)]
+    return Case(layout, pack(layout, codes, *words), round_to(weight, dtype))
 
 
 def run(cuda: Any, dtype: DType, case: Case, x: Any, y: Any | None, alpha: float, plan: ChunkPlan) -> Any:
@@ -79,13 +101,21 @@ def run(cuda: Any, dtype: DType, case: Case, x: Any, y: Any | None, alpha: float
     return found
 
 
+def blocks_of(case: Case, device: Device) -> list[Block]:
+    """Return the blocks of every kernel that takes the weight and runs on the device, those for older ones too."""
+    older = replace(device, capability=86)
+    return [*blocks_for(case.layout, older), *(blocks_for(case.layout, device) if device.capability == 90 else ())]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 @pytest.mark.parametrize("name", CASES)
-def test_it_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType) -> None:
+def test_every_block_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType) -> None:
+    """Blocks of every kind have the bits of the dense product, also with rows that fill no block."""
     case, rng = make_case(name, dtype, cuda.device), np.random.default_rng(5)
-    x = round_to(rng.standard_normal((MOST_ROWS, case.layout.in_features), np.float32), dtype)
-    y = round_to(rng.standard_normal((MOST_ROWS, case.layout.out_features), np.float32), dtype)
+    most = 300
+    x = round_to(rng.standard_normal((most, case.layout.in_features), np.float32), dtype)
+    y = round_to(rng.standard_normal((most, case.layout.out_features), np.float32), dtype)
     dense = Gemm(cuda.device, cuda.launcher(dtype), cuda.cupy.empty(32 << 20, np.uint8), use_library=False)
     for alpha, added in ((1.0, None), (0.22, y)):
         expected = cuda.array(y, dtype)
@@ -94,112 +124,96 @@ def test_it_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType
         words = cuda.numpy(expected, dtype)
         exact = alpha * (x.astype(np.float64) @ case.weight.T.astype(np.float64)) + (0 if added is None else added)
         assert np.linalg.norm(words - exact) <= OPS["project_residual"].tolerance[dtype] * np.linalg.norm(exact)
-        for count in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, MOST_ROWS):
-            plan = plan_short_chunk(case.layout, count, cuda.device)
-            part = None if added is None else added[:count]
-            found = run(cuda, dtype, case, x[:count], part, alpha, plan)
-            assert np.array_equal(bits(found), bits(words[:count])), (count, alpha)
-    dense.close()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
-@pytest.mark.parametrize("name", CASES)
-def test_a_long_chunk_has_the_bits_of_the_dense_product(cuda: Any, name: str, dtype: DType) -> None:
-    """A long chunk has the bits of the dense product, also with rows that fill no tile and with blocks of every
-    width."""
-    case, rng = make_case(name, dtype, cuda.device), np.random.default_rng(7)
-    most = 300
-    x = round_to(rng.standard_normal((most, case.layout.in_features), np.float32), dtype)
-    y = round_to(rng.standard_normal((most, case.layout.out_features), np.float32), dtype)
-    dense = Gemm(cuda.device, cuda.launcher(dtype), cuda.cupy.empty(32 << 20, np.uint8), use_library=False)
-    older = replace(RTX_4090, num_sms=cuda.device.num_sms)
-    for alpha, added in ((1.0, None), (0.22, y)):
-        expected = cuda.array(y, dtype)
-        held = cuda.array(x, dtype), cuda.array(case.weight, dtype)
-        dense(expected, *held, alpha=alpha, beta=float(added is not None))
-        words = cuda.numpy(expected, dtype)
-        for count, sms in ((most, 132), (most, 16), (most, 4), (1, 132), (127, 132), (129, 1), (256, 64)):
-            plan = plan_long_chunk(case.layout, count, replace(older, num_sms=sms))
-            found = run(cuda, dtype, case, x[:count], None if added is None else added[:count], alpha, plan)
-            assert np.array_equal(bits(found), bits(words[:count])), (count, sms, alpha)
+        for block in blocks_of(case, cuda.device):
+            for count in (1, 15, block.rows - 1, block.rows, block.rows + 1, most):
+                plan = plan_block(block, case.layout, count, cuda.device)
+                found = run(cuda, dtype, case, x[:count], None if added is None else added[:count], alpha, plan)
+                assert np.array_equal(bits(found), bits(words[:count])), (block, count, alpha)
     dense.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("threshold", [None, 0.01])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
-def test_a_long_chunk_is_activated_as_by_a_kernel_behind_it(
-    cuda: Any, dtype: DType, threshold: float | None
-) -> None:
-    device = replace(RTX_4090, num_sms=cuda.device.num_sms)
+def test_a_chunk_is_activated_as_by_a_kernel_behind_it(cuda: Any, dtype: DType, threshold: float | None) -> None:
     bound = {} if threshold is None else {"FATRELU": float_bits(threshold)}
-    for name in ("gate_up", "wide gate_up"):
-        case, rng = make_case(name, dtype, device), np.random.default_rng(8)
+    for name in ("gate_up", "wide gate_up", "Q4_K gate_up", "ternary gate_up", "Q8_0 gate_up"):
+        case, rng = make_case(name, dtype, cuda.device), np.random.default_rng(8)
         inner = case.layout.out_features // 2
-        for count, sms in ((1, 132), (129, 16), (300, 1)):
+        for count in (1, 129, 300):
             x = round_to(rng.standard_normal((count, case.layout.in_features), np.float32), dtype)
-            plan = plan_long_chunk(case.layout, count, replace(device, num_sms=sms))
-            both = run(cuda, dtype, case, x, None, 1.0, plan)
+            both = run(cuda, dtype, case, x, None, 1.0, plan_block(BLOCKS[0], case.layout, count, cuda.device))
             behind = cuda.array(np.zeros((count, inner), np.float32), dtype)
             activate = cuda.kernel("silu_mul", dtype, INTERMEDIATE=inner, **bound)
             activate(-(-count * inner // 2048), 256, behind, cuda.array(both, dtype), np.int32(count))
-            out = cuda.array(np.full((count + 2, inner), np.nan, np.float32), dtype)
-            kernel = cuda.kernel(plan.kernel.name, dtype, **macros_of(plan.constants), GATED=1, **bound)
-            sizes = *map(np.int32, (count, 2 * inner, inner)), np.float32(1), np.float32(0)
-            operands = out[1:], cuda.array(x, dtype), cuda.array(case.packed)
-            kernel(plan.grid, plan.block, *operands, *sizes, smem=plan.shared_bytes)
-            words = cuda.numpy(out)
-            assert np.array_equal(words[1:-1], cuda.numpy(behind)), (name, count)
-            assert np.isnan(cuda.numpy(out, dtype)[[0, -1]]).all(), "stored outside y"
+            for block in blocks_of(case, cuda.device):
+                if block.kernel.name not in ("packed_gemm_wgmma", "packed_gemm_wide"):
+                    continue
+                plan, rows = plan_block(block, case.layout, count, cuda.device), cuda.array(x, dtype)
+                out = cuda.array(np.full((count + 2, inner), np.nan, np.float32), dtype)
+                kernel = cuda.kernel(plan.kernel.name, dtype, **macros_of(plan.constants), GATED=1, **bound)
+                sizes = *map(np.int32, (count, 2 * inner, inner)), np.float32(1), np.float32(0)
+                operands = out[1:], plan.rows(rows), cuda.array(case.packed)
+                kernel(plan.grid, plan.block, *operands, *sizes, smem=plan.shared_bytes)
+                words = cuda.numpy(out)
+                assert np.array_equal(words[1:-1], cuda.numpy(behind)), (name, block, count)
+                assert np.isnan(cuda.numpy(out, dtype)[[0, -1]]).all(), "stored outside y"
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [16, 64])
-@pytest.mark.parametrize("other", [RTX_4090, ORIN], ids=["RTX 4090", "Orin"])
-def test_the_plans_of_other_devices_give_the_same_bits(cuda: Any, other: Device, tokens: int) -> None:
-    dtype, rng = DType.BFLOAT16, np.random.default_rng(6)
-    case = make_case("uneven o", dtype, cuda.device)
-    x = round_to(rng.standard_normal((tokens, case.layout.in_features), np.float32), dtype)
-    plans = (plan_short_chunk(case.layout, tokens, device) for device in (cuda.device, other))
-    found = [run(cuda, dtype, case, x, None, 1.0, plan) for plan in plans]
-    assert np.array_equal(bits(found[0]), bits(found[1]))
+SHAPES = (("gate_up", (32768, 4096)), ("residual", (4096, 16384)), ("residual", (16, 128)), ("qkv", (4608, 4096)))
+KINDS = ((32, ZERO_POINTS, 4), (64, 0, 4), (128, 0, 4), (32, MINIMUMS, 4), (128, 0, 2), (32, 0, 8), (16, MINIMUMS, 8))
 
 
 @pytest.mark.parametrize("device", [H200, RTX_4090, ORIN], ids=["H200", "RTX 4090", "Orin"])
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_a_plan_fits_the_device_and_covers_the_product(device: Device, group_size: int) -> None:
-    for product, rows, columns in (("gate_up", 32768, 4096), ("residual", 4096, 16384), ("residual", 16, 128)):
-        layout = layout_of(product, (rows, columns), group_size, device, zeros=group_size == 32)
-        for count in (1, 16, 17, 32, 33, 64, 65, MOST_ROWS):
-            plan = plan_short_chunk(layout, count, device)
+@pytest.mark.parametrize(("group_size", "kind", "bits"), KINDS)
+def test_a_plan_fits_the_device_and_covers_the_product(device: Device, group_size: int, kind: int, bits: int) -> None:
+    for product, shape in SHAPES:
+        layout = layout_of(product, shape, group_size, device, zeros=kind, head_dim=128, bits=bits)
+        for count in (1, 63, 64, 65, 128, 129, 256, 500, 512):
+            plan = plan_chunk(layout, count, device)
+            assert plan is not None
             own = plan.constants
+            assert (plan.kernel.name == "packed_gemm_wgmma") == (device is H200)
             assert plan.shared_bytes <= device.shared_bytes_per_block
-            assert plan.kernel.name == ("packed_gemm_wgmma" if device.capability == 90 else "packed_gemm")
+            assert own.stages >= 3
             assert plan.block <= 1024
-            assert own.stages >= 3
-            assert (plan.grid[0] - 1) * own.tiles < layout.num_tiles <= plan.grid[0] * own.tiles
-            assert (plan.grid[1] - 1) * own.tokens < count <= plan.grid[1] * own.tokens
+            rows = getattr(own, "tokens", 128 if isinstance(own, GatedConstants) else 64)
+            needed = -(-layout.num_tiles // own.tiles), -(-count // rows)
+            assert np.prod(plan.grid) == np.prod(needed)
 
 
-@pytest.mark.parametrize("device", [RTX_4090, ORIN], ids=["RTX 4090", "Orin"])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-def test_a_plan_of_a_long_chunk_fits_the_device_and_covers_the_product(device: Device, group_size: int) -> None:
-    for product, rows, columns in (("gate_up", 32768, 4096), ("residual", 4096, 16384), ("residual", 16, 128)):
-        layout = layout_of(product, (rows, columns), group_size, device, zeros=group_size == 32)
-        for count in (129, 256, 2048, 8192):
-            plan = plan_long_chunk(layout, count, device)
-            own = plan.constants
-            assert plan.kernel.name == "packed_gemm_wide"
-            assert plan.shared_bytes <= device.shared_bytes_per_block
-            assert own.stages >= 3
-            assert plan.block == 16 * own.tiles
-            assert plan.grid == -(-count // 128) * -(-layout.num_tiles // own.tiles)
+# Product, shape, rows of a chunk; tiles and rows of the fastest block of those that were measured on an H200.
+FASTEST = [
+    ("gate_up", (32768, 4096), 64, 16, 64),
+    ("gate_up", (32768, 4096), 128, 16, 128),
+    ("gate_up", (12288, 2048), 256, 12, 128),
+    ("residual", (4096, 16384), 128, 4, 64),
+    ("residual", (4096, 16384), 256, 4, 128),
+    ("residual", (4096, 16384), 512, 8, 128),
+    ("residual", (4096, 4096), 1024, 16, 128),
+    ("qkv", (4608, 4096), 128, 4, 128),
+    ("qkv", (4608, 4096), 512, 12, 128),
+]
 
 
-def test_long_chunks_are_unpacked_in_memory_where_a_library_is_faster_and_for_other_codes() -> None:
-    symmetric = layout_of("gate_up", (32768, 4096), 128, RTX_4090)
-    assert takes_long_chunk(symmetric, RTX_4090)
-    assert not takes_long_chunk(symmetric, H200)
-    for other in ({"bits": 2}, {"bits": 8}, {"zeros": MINIMUMS}, {"scale_group": 16}):
-        assert not takes_long_chunk(replace(symmetric, **other), RTX_4090)
+@pytest.mark.parametrize(("product", "shape", "count", "tiles", "rows"), FASTEST)
+def test_a_plan_takes_the_blocks_that_were_the_fastest(
+    product: str, shape: tuple[int, int], count: int, tiles: int, rows: int
+) -> None:
+    plan = plan_chunk(layout_of(product, shape, 128, H200, head_dim=128), count, H200)
+    assert plan is not None
+    assert (plan.constants.tiles, plan.constants.tokens) == (tiles, rows)
+
+
+def test_long_chunks_are_unpacked_in_memory_where_that_is_faster() -> None:
+    gate_up, down = (layout_of(*each, 128, H200) for each in SHAPES[:2])
+    thor, rtx_5090 = replace(H200, arch="sm_110", capability=110), replace(RTX_4090, arch="sm_120", capability=120)
+    ternary = replace(gate_up, bits=2)
+    for layout, device, most in (
+        (down, H200, 1024), (gate_up, thor, 128), (down, thor, 128), (gate_up, H200, None), (down, RTX_4090, None),
+        (down, ORIN, None), (gate_up, rtx_5090, None), (down, rtx_5090, None), (ternary, H200, None),
+        (ternary, ORIN, None), (ternary, rtx_5090, None), (replace(gate_up, bits=8), H200, 512),
+        (replace(gate_up, zeros=MINIMUMS), H200, 1024),
+    ):  # fmt: skip
+        assert plan_chunk(layout, most or 1 << 20, device) is not None, (layout, device)
+        assert (plan_chunk(layout, (most or 1 << 20) + 1, device) is None) == (most is not None), (layout, device)

@@ -18,15 +18,14 @@ from cpmrt.cuda.driver.array import DeviceArray, KernelArgument
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
 from cpmrt.cuda.ops.linear import FETCHING_CAPABILITY, StepProduct, float_bits
+from cpmrt.cuda.ops.linear_packed.chunk import ChunkPlan, GatedConstants, most_chunk_rows, plan_chunk
 from cpmrt.cuda.ops.linear_packed.constants import LINEAR_PACKED, PREPARE, PREPARE_THREADS, PrepareConstants
 from cpmrt.cuda.ops.linear_packed.division import ROW_BUCKETS
 from cpmrt.cuda.ops.linear_packed.ffn_row import HeldFfn, num_sums
 from cpmrt.cuda.ops.linear_packed.held_layers import HeldLayers
-from cpmrt.cuda.ops.linear_packed.layout import PackedLayout, PackedWeight, RepackConstants, Weight, packed_layout
-from cpmrt.cuda.ops.linear_packed.long_chunk import LongChunkConstants, plan_long_chunk, takes_long_chunk
+from cpmrt.cuda.ops.linear_packed.layout import PackedWeight, RepackConstants, Weight, packed_layout
 from cpmrt.cuda.ops.linear_packed.plan import PackedPlan, plan_packed
 from cpmrt.cuda.ops.linear_packed.row_layers import joins_products
-from cpmrt.cuda.ops.linear_packed.short_chunk import ChunkPlan, plan_short_chunk, takes_short_chunk
 from cpmrt.memory.packed_regions import PackedRegion
 from cpmrt.models.layers import DOWN, EMBED, GATE_UP, HEAD, QKV
 from cpmrt.ops import NOTHING, Handoff
@@ -36,21 +35,13 @@ UNPACKED_BYTES = 64 << 20
 """The most bytes of a weight that are unpacked to 16 bits at a time, in a prefill."""
 DEQUANTIZE = KernelSpec(
     "dequantize", "linear_packed/repack.cu", constants=RepackConstants, hot=True,
-    reason="4-bit and ternary weights of a prefill chunk",
+    reason="packed weights of a long prefill chunk",
 )  # fmt: skip
 GATHER = KernelSpec("gather_columns", "linear_packed/gather.cu", "project_residual", hot=True)
-_plan = lru_cache(maxsize=1024)(plan_packed)
+_plan, _plan_chunk = lru_cache(maxsize=1024)(plan_packed), lru_cache(maxsize=256)(plan_chunk)
 _BLOCK = 256
 _WIDTH = 8
 """Elements that a thread of the gathering kernel moves."""
-
-
-@lru_cache(maxsize=256)
-def _plan_chunk(layout: PackedLayout, num_rows: int, device: Device) -> ChunkPlan | None:
-    """Plan the product of a chunk that unpacks the weight in registers; None where it is unpacked in memory."""
-    if takes_short_chunk(layout, num_rows):
-        return plan_short_chunk(layout, num_rows, device)
-    return plan_long_chunk(layout, num_rows, device) if takes_long_chunk(layout, device) else None
 
 
 def packed_regions(device: Device, spec: TensorSpec) -> tuple[PackedRegion, ...]:
@@ -134,7 +125,7 @@ def packed_workspace(
 def _chunk_workspace(
     layers: Sequence[TensorSpec], config: ModelConfig, max_rows: int, device: Device
 ) -> Iterator[BufferSpec]:
-    unpacked = [spec for spec in layers if not takes_long_chunk(packed_layout(spec, device), device)]
+    unpacked = [spec for spec in layers if max_rows > most_chunk_rows(packed_layout(spec, device), device)]
     if unpacked:
         elements = max(slice_rows(*spec.shape) * spec.shape[1] for spec in unpacked)
         yield BufferSpec("packed_unpacked", (elements,), QKV, DOWN)
@@ -276,7 +267,7 @@ class PackedProducts:
         Returns False, with nothing done, where no single kernel does that.
         """
         plan = _plan_chunk(weight.layout, len(x), self._device)
-        if plan is None or not isinstance(plan.constants, LongChunkConstants):
+        if plan is None or not isinstance(plan.constants, GatedConstants):
             return False
         if weight.perm is not None:
             x = self._gathered(x, weight.perm)
