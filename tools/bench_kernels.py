@@ -93,9 +93,9 @@ class SievedGemm(Gemm):
         super().__init__(*args, **options)
         self._name, self._sieve = name, sieve
 
-    def __call__(self, y: Any, x: Any, w: Any, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+    def __call__(self, y: Any, x: Any, w: Any, **options: Any) -> None:
         if self._sieve.passes((self._name, *w.shape)):
-            super().__call__(y, x, w, alpha=alpha, beta=beta)
+            super().__call__(y, x, w, **options)
 
 
 class Bench:

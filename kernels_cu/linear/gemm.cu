@@ -3,7 +3,7 @@
 //
 //   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]);  y is not read if beta is 0
 //   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major; w (N, K) scalar_t row-major;
-//             16-byte aligned. M any, N a multiple of 16, K a multiple of 32, stride a multiple of 8
+//             chunk as in chunk_rows.cuh; 16-byte aligned. M any, N a multiple of 16, K a multiple of 32, stride a multiple of 8
 //   constants TILE_N: columns of y a block: 64, 128 or 256. TILE_K: elements of k a stage: 32 or 64. STAGES: tiles of x
 //             and w in flight, at least 3
 //   launch    grid ceil(M / 128) * ceil(N / TILE_N), block TILE_N, shared (128 + TILE_N) * TILE_K * 2 * STAGES bytes
@@ -19,6 +19,7 @@
 #if !defined(TILE_N) || !defined(TILE_K) || !defined(STAGES)
 #error "a constant is not defined"
 #endif
+#include "chunk_rows.cuh"
 #include "gemm_tile.cuh"
 #include "mma.cuh"
 
@@ -58,8 +59,8 @@ struct Fragments {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
-    KERNEL(gemm)(scalar_t* y, const scalar_t* x, const scalar_t* __restrict__ w, int m, int n,
-                 int k, int stride, float alpha, float beta) {
+    KERNEL(gemm)(scalar_t* y, const scalar_t* x, const scalar_t* __restrict__ w, const int* chunk,
+                 int m, int n, int k, int stride, float alpha, float beta) {
   extern __shared__ __align__(128) unsigned char shared[];
   pdl_launch_dependents();
   const uint32_t x_shared = shared_address(shared), w_shared = x_shared + kTileM * kRowBytes;
@@ -76,6 +77,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
       copy_w.start(stage * TILE_K, stage);
     }
     cp_async_commit();
+  }
+  if (is_behind_chunk(chunk, first_m)) {
+    cp_async_wait_all();
+    return;
   }
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -3,7 +3,7 @@
 //   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]); y is not read if beta is 0;
 //             w[n, k] = round(scale[n, k / G] * (u[n, k] - zero[n, k / G])), with minimums round(scale * u - minimum)
 //   operands  y (M, N) scalar_t, its rows `stride` elements apart; x (M, K) scalar_t row-major, 16-byte aligned; packed as
-//             packed_layout.cuh describes
+//             packed_layout.cuh describes; chunk as in chunk_rows.cuh
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 2, 4 or 8. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that
 //             share a scale. ZEROS: what is beside the scales, as in packed_layout.cuh. TILES: packed tiles of a block.
@@ -22,6 +22,7 @@
     !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TILES) || !defined(TILE_WARPS) || !defined(STAGES)
 #error "a constant is not defined"
 #endif
+#include "chunk_rows.cuh"
 #include "packed_unpack.cuh"
 
 constexpr int kWarps = TILES * TILE_WARPS, kThreads = kWarps * 32;
@@ -124,8 +125,8 @@ DEVICE void store(scalar_t* y, const float (&sums)[kTokenTiles * 4], int tile, i
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    KERNEL(packed_gemm)(scalar_t* y, const scalar_t* x, const unsigned char* __restrict__ packed, int m, int n, int stride,
-                        float alpha, float beta) {
+    KERNEL(packed_gemm)(scalar_t* y, const scalar_t* x, const unsigned char* __restrict__ packed, const int* chunk, int m, int n,
+                        int stride, float alpha, float beta) {
   extern __shared__ __align__(1024) unsigned char shared[];
   pdl_launch_dependents();
   const int num_tiles = (n + 15) / 16, first_token = blockIdx.y * kTokens;
@@ -141,6 +142,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   for (int i = 0; i < kAhead; i++) {
     if (i < kSlices) tokens.start(i, i);
     cp_async_commit();
+  }
+  if (is_behind_chunk(chunk, first_token)) {
+    cp_async_wait_all();
+    return;
   }
 
   float sums[kTokenTiles * 4] = {};

@@ -2,7 +2,8 @@
 //
 //   formula   as packed_gemm_wide.cu, with GATED and without
 //   operands  y (M, N) scalar_t, with GATED (M, N / 2), its rows `stride` elements apart, an even number; x (M, K) scalar_t
-//             row-major, as a tensor map in boxes of TOKENS rows and 64 columns; packed as packed_layout.cuh describes
+//             row-major, as a tensor map in boxes of TOKENS rows and 64 columns; packed as packed_layout.cuh describes; chunk
+//             as in chunk_rows.cuh
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 2, 4 or 8. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that
 //             share a scale. ZEROS: what is beside the scales, as in packed_layout.cuh. TOKENS: rows of x a block: 64 or
@@ -22,6 +23,7 @@
     (LINEAR != 2 && defined(GATED)) || (LINEAR != 2 && defined(FATRELU))
 #error "a constant is not defined"
 #endif
+#include "chunk_rows.cuh"
 #include "gated.cuh"
 #include "mbarrier.cuh"
 #include "packed_unpack.cuh"
@@ -190,7 +192,7 @@ DEVICE void store(scalar_t* y, const float (&sums)[TOKENS / 2], int tile, int m,
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KERNEL(packed_gemm_wgmma)(scalar_t* y, const __grid_constant__ TensorMap x, const unsigned char* __restrict__ packed,
-                              int m, int n, int stride, float alpha, float beta) {
+                              const int* chunk, int m, int n, int stride, float alpha, float beta) {
   extern __shared__ __align__(1024) unsigned char shared[];
   pdl_launch_dependents();
   const Stages stages{shared_address(shared)};
@@ -207,6 +209,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (copies) {
 #pragma unroll 1
     for (int slice = 0; slice < STAGES; slice++, turn.next()) copy_rows(stages, x, slice, turn);
+  }
+  if (is_behind_chunk(chunk, blockIdx.x * TOKENS)) {
+    cp_async_wait_all();
+#pragma unroll 1
+    for (int slice = 0; copies && slice < min(STAGES, kSlices); slice++) mbarrier_wait(stages.full(slice), 0);
+    return;
   }
   __syncthreads();
   if (warp == TILES) {

@@ -5,7 +5,7 @@
 //             y[m, f] = round(activation(round(alpha * sum_k x[m, k] w[f, k])) * round(alpha * sum_k x[m, k] w[N / 2 + f, k])),
 //             f < N / 2, and beta is not read
 //   operands  y (M, N) scalar_t, with GATED (M, N / 2), its rows `stride` elements apart, a multiple of 8; x (M, K) scalar_t row-major; packed as
-//             packed_layout.cuh describes; 16-byte aligned. M any, N a multiple of 8
+//             packed_layout.cuh describes; 16-byte aligned; chunk as in chunk_rows.cuh. M any, N a multiple of 8
 //   constants LINEAR: the product, 0 qkv, 1 residual, 2 gate_up, 3 head. HEAD_DIM: of qkv only, elements of a head.
 //             IN_FEATURES: K, a multiple of 128. WEIGHT_BITS: 2, 4 or 8. RUNS: of the layout, 8 or 1. SCALE_GROUP: columns that
 //             share a scale. ZEROS: what is beside the scales, as in packed_layout.cuh. TILES: packed tiles of a block: 8
@@ -25,6 +25,7 @@
     (LINEAR != 2 && defined(GATED)) || (LINEAR != 2 && defined(FATRELU))
 #error "a constant is not defined"
 #endif
+#include "chunk_rows.cuh"
 #include "gated.cuh"
 #include "gemm_tile.cuh"
 #include "packed_unpack.cuh"
@@ -133,8 +134,8 @@ DEVICE void store_gated(scalar_t* y, const float (&sums)[kFragmentsM][kFragments
 #endif
 
 extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
-    KERNEL(packed_gemm_wide)(scalar_t* y, const scalar_t* x, const unsigned char* __restrict__ packed, int m, int n, int stride,
-                             float alpha, float beta) {
+    KERNEL(packed_gemm_wide)(scalar_t* y, const scalar_t* x, const unsigned char* __restrict__ packed, const int* chunk, int m,
+                             int n, int stride, float alpha, float beta) {
   extern __shared__ __align__(128) unsigned char shared[];
   pdl_launch_dependents();
   const int num_tiles = (n + 15) / 16, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -153,6 +154,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 256 / kThreads)
 #pragma unroll
     for (int part = 0; part < kCopies; part++) start_copy(part, min(i, kHalves - 1), i);
     cp_async_commit();
+  }
+  if (is_behind_chunk(chunk, first_m)) {
+    cp_async_wait_all();
+    return;
   }
 
   // ldmatrix takes its row addresses from the lanes: rows 0-15 at one chunk, then at the next.

@@ -51,7 +51,7 @@ def run(
     gemm = cuda.kernel("gemm", dtype, **tile)
     grid = -(-m // 128) * -(-n // tile["TILE_N"])
     sizes = (*map(np.int32, (m, n, k, n + gap)), np.float32(alpha), np.float32(y is not None))
-    args = (out[GUARD:], cuda.array(x, dtype), cuda.array(w, dtype), *sizes)
+    args = (out[GUARD:], cuda.array(x, dtype), cuda.array(w, dtype), None, *sizes)
     gemm(grid, tile["TILE_N"], *args, smem=shared, pdl=pdl)
     result: np.ndarray[Any, Any] = cuda.numpy(out, dtype)
     assert np.isnan(result[:GUARD]).all() and np.isnan(result[-GUARD:]).all(), "stored outside y"
@@ -135,6 +135,22 @@ def test_the_library_gives_the_bits_of_the_own_kernel_in_every_bucket(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", [0, 1, 128, 129, 300])
+def test_groups_of_rows_behind_a_chunk_stay_as_they_are(cuda: Any, count: int) -> None:
+    dtype, rng, rows, columns = DType.BFLOAT16, np.random.default_rng(9), 384, 256
+    x, w = rng.standard_normal((rows, 512), np.float32), rng.standard_normal((columns, 512), np.float32)
+    held = cuda.array(x, dtype), cuda.array(w, dtype)
+    gemm = Gemm(cuda.device, cuda.launcher(dtype), cuda.cupy.empty(32 << 20, np.uint8), use_library=False)
+    whole, part = (cuda.array(np.full((rows, columns), np.nan, np.float32), dtype) for _ in range(2))
+    gemm(whole, *held)
+    gemm(part, *held, chunk=cuda.array(np.array([0, 7, count, 1], np.int32)))
+    found, last = cuda.numpy(part), -(-count // 128) * 128
+    assert np.array_equal(found[:last], cuda.numpy(whole)[:last])
+    assert np.isnan(cuda.numpy(part, dtype)[last:]).all(), "rows behind the chunk were written"
+    gemm.close()
+
+
+@pytest.mark.gpu
 def test_dependent_launches_keep_the_order(cuda: Any) -> None:
     tile, dtype = constant_sets("linear/gemm.cu")[0], DType.BFLOAT16
     gemm = cuda.kernel("gemm", dtype, **tile)
@@ -149,7 +165,7 @@ def test_dependent_launches_keep_the_order(cuda: Any) -> None:
         for step in range(12):
             source, target = buffers[step % 2], buffers[1 - step % 2]
             sizes = (*map(np.int32, (256, 512, 512, 512)), np.float32(1), np.float32(0))
-            gemm(2 * 4, tile["TILE_N"], target, source, w, *sizes, smem=shared, pdl=pdl)
+            gemm(2 * 4, tile["TILE_N"], target, source, w, None, *sizes, smem=shared, pdl=pdl)
         results.append(cuda.numpy(buffers[0]))
     assert np.array_equal(*results)
 

@@ -81,7 +81,9 @@ def make_case(name: str, dtype: DType, device: Device) -> Case:
     return Case(layout, pack(layout, codes, *words), round_to(weight, dtype))
 
 
-def run(cuda: Any, dtype: DType, case: Case, x: Any, y: Any | None, alpha: float, plan: ChunkPlan) -> Any:
+def run(
+    cuda: Any, dtype: DType, case: Case, x: Any, y: Any | None, alpha: float, plan: ChunkPlan, chunk: Any = None
+) -> Any:
     """Return the kernel's alpha x w^T, plus y if it is given; without y the output holds poison before. The 16 elements
     between output rows and the rows around them must stay poison."""
     count, columns = len(x), case.layout.out_features
@@ -92,7 +94,7 @@ def run(cuda: Any, dtype: DType, case: Case, x: Any, y: Any | None, alpha: float
     kernel = cuda.kernel(plan.kernel.name, dtype, **macros_of(plan.constants))
     sizes = *map(np.int32, (count, columns, columns + 16)), np.float32(alpha), np.float32(y is not None)
     rows = cuda.array(x, dtype)
-    operands = out[1:], plan.rows(rows), cuda.array(case.packed)
+    operands = out[1:], plan.rows(rows), cuda.array(case.packed), chunk
     kernel(plan.grid, plan.block, *operands, *sizes, smem=plan.shared_bytes)
     result = cuda.numpy(out, dtype)
     found = result[1:-1, :columns].copy()
@@ -133,6 +135,20 @@ def test_every_block_has_the_bits_of_the_dense_product(cuda: Any, name: str, dty
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 128, 129, 300])
+def test_groups_of_rows_behind_a_chunk_stay_as_they_are(cuda: Any, count: int) -> None:
+    dtype, rng, rows = DType.BFLOAT16, np.random.default_rng(9), 384
+    case, last = make_case("uneven o", dtype, cuda.device), -(-count // 128) * 128
+    x, chunk = rng.standard_normal((rows, case.layout.in_features), np.float32), np.array([0, 7, count, 1], np.int32)
+    for block in blocks_of(case, cuda.device):
+        plan = plan_block(block, case.layout, rows, cuda.device)
+        whole = run(cuda, dtype, case, x, None, 1.0, plan)
+        found = run(cuda, dtype, case, x, None, 1.0, plan, cuda.array(chunk))
+        assert np.array_equal(bits(found[:last]), bits(whole[:last])), block
+        assert np.isnan(found[last:]).all(), (block, "rows behind the chunk were written")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("threshold", [None, 0.01])
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.label)
 def test_a_chunk_is_activated_as_by_a_kernel_behind_it(cuda: Any, dtype: DType, threshold: float | None) -> None:
@@ -153,7 +169,7 @@ def test_a_chunk_is_activated_as_by_a_kernel_behind_it(cuda: Any, dtype: DType, 
                 out = cuda.array(np.full((count + 2, inner), np.nan, np.float32), dtype)
                 kernel = cuda.kernel(plan.kernel.name, dtype, **macros_of(plan.constants), GATED=1, **bound)
                 sizes = *map(np.int32, (count, 2 * inner, inner)), np.float32(1), np.float32(0)
-                operands = out[1:], plan.rows(rows), cuda.array(case.packed)
+                operands = out[1:], plan.rows(rows), cuda.array(case.packed), None
                 kernel(plan.grid, plan.block, *operands, *sizes, smem=plan.shared_bytes)
                 words = cuda.numpy(out)
                 assert np.array_equal(words[1:-1], cuda.numpy(behind)), (name, block, count)

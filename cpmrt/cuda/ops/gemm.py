@@ -69,9 +69,13 @@ class Gemm:
                 self.reason = str(error)
 
     def __call__(
-        self, y: DeviceArray, x: DeviceArray, w: DeviceArray, *, alpha: float = 1.0, beta: float = 0.0
-    ) -> None:
-        """Launch the product of contiguous x [M, K] and w [N, K] into y [M, N], perhaps columns of a wider matrix."""
+        self, y: DeviceArray, x: DeviceArray, w: DeviceArray,
+        *, alpha: float = 1.0, beta: float = 0.0, chunk: DeviceArray | None = None,
+    ) -> None:  # fmt: skip
+        """Launch the product of contiguous x [M, K] and w [N, K] into y [M, N], perhaps columns of a wider matrix.
+
+        `chunk` (slot, start, count): whole groups of rows behind the first `count` may be left out.
+        """
         # Which shapes the library takes turns out when they run; the trials by which it does need one kernel.
         if self._library is not None and self._launch.is_recording:
             self._launch(GEMM, trial_tile(self._device), 1, 1)
@@ -79,7 +83,7 @@ class Gemm:
         (num_rows, inner), columns, stride = x.shape, w.shape[0], y.strides[0] // y.itemsize
         plan = self._plan((num_rows, columns, inner, stride))
         if self._library is None or plan is None:
-            self._launch_own(y, x, w, alpha, beta)
+            self._launch_own(y, x, w, alpha, beta, chunk)
             return
         self._launch.release()  # the library's kernels do not come by way of the launcher
         addresses = (y.data.ptr, x.data.ptr, w.data.ptr)
@@ -104,13 +108,16 @@ class Gemm:
         cubin = self._launch.modules.cubin(GEMM, trial_tile(device))
         return cubin.name, device.name, device.arch, device.num_sms, device.driver_version
 
-    def _launch_own(self, y: DeviceArray, x: DeviceArray, w: DeviceArray, alpha: float, beta: float) -> None:
+    def _launch_own(
+        self, y: DeviceArray, x: DeviceArray, w: DeviceArray, alpha: float, beta: float,
+        chunk: DeviceArray | None = None,
+    ) -> None:  # fmt: skip
         (num_rows, inner), columns, stride = x.shape, w.shape[0], y.strides[0] // y.itemsize
         tile = gemm_tile(num_rows, columns, inner, self._device)
         grid = -(-num_rows // TILE_ROWS) * -(-columns // tile.tile_n)
         sizes = tuple(map(np.int32, (num_rows, columns, inner, stride)))
         factors = np.float32(alpha), np.float32(beta)
-        self._launch(GEMM, tile, grid, tile.tile_n, y, x, w, *sizes, *factors, smem=tile.shared_bytes)
+        self._launch(GEMM, tile, grid, tile.tile_n, y, x, w, chunk, *sizes, *factors, smem=tile.shared_bytes)
 
     def close(self) -> None:
         """Free the library's handles, and let go of the workspace."""

@@ -72,8 +72,9 @@ def product_workspace(
 class Products:
     """The ops of `ops.protocol.Ops` that multiply by a weight, for one model.
 
-    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name. `attention`: the plan of grouped
-    attention, if the layers have it. `prefers_shared`: as in `PackedProducts`.
+    `arrays` holds the buffers of `product_workspace` and `packed_tables` by name, and `chunk` (slot, start, count) of a
+    prefill step: its products may leave out rows behind the first `count`. `attention`: the plan of grouped attention,
+    if the layers have it. `prefers_shared`: as in `PackedProducts`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Products:
         self._attention = attention
         self._device, self._launch, self._gemm, self._prefers_shared = device, launcher, gemm, prefers_shared
         self._normed: DeviceArray = arrays["normed"]
+        self._chunk: DeviceArray | None = arrays.get("chunk")
         self._qkv: DeviceArray | None = arrays.get("qkv")
         self._gate_up: DeviceArray | None = arrays.get("gate_up")
         self._packed = PackedProducts(launcher, gemm, arrays, device, prefers_shared=prefers_shared)
@@ -248,7 +250,7 @@ class Products:
         if isinstance(weight, PackedWeight):
             self._packed.chunk(y, x, weight, alpha=alpha, beta=beta)
         else:
-            self._gemm(y, x, weight, alpha=alpha, beta=beta)
+            self._gemm(y, x, weight, alpha=alpha, beta=beta, chunk=self._chunk)
 
     def _normalised(self, x: DeviceArray, norm: DeviceArray | None, eps: float) -> DeviceArray:
         """Return the rows of a chunk as they enter a product: normalised, unless `norm` is None."""

@@ -175,7 +175,7 @@ class PackedProducts:
         *, prefers_shared: bool = False,
     ):  # fmt: skip
         self._launch, self._gemm, self._device, self._prefers_shared = launcher, gemm, device, prefers_shared
-        self._scratch = PackedScratch.of(arrays)
+        self._scratch, self._chunk = PackedScratch.of(arrays), arrays.get("chunk")
         counter = self._scratch.counter
         self.held_layers = None if counter is None else HeldLayers(launcher, device, counter)
         self.held_ffn = HeldFfn(launcher, device, self._scratch.sums)
@@ -259,7 +259,7 @@ class PackedProducts:
             sizes = np.int32(first), np.int32(count), np.int32(num_rows)
             grid = min(-(-count * columns // (1024 * _BLOCK // 32)), 16 * self._device.num_sms)
             self._launch(DEQUANTIZE, constants, grid, _BLOCK, values, weight.data, *sizes)
-            self._gemm(y[:, first : first + count], x, values, alpha=alpha, beta=beta)
+            self._gemm(y[:, first : first + count], x, values, alpha=alpha, beta=beta, chunk=self._chunk)
 
     def gated_chunk(self, y: DeviceArray, x: DeviceArray, weight: PackedWeight, fatrelu: float | None) -> bool:
         """Compute y = activation(gate) * up of a chunk's rows, with the bits of both products and the activation after.
@@ -282,7 +282,7 @@ class PackedProducts:
         sizes = map(np.int32, (len(x), weight.shape[0], y.strides[0] // y.itemsize))
         factors = np.float32(alpha), np.float32(beta)
         rows = x if self._launch.is_recording else plan.rows(x)
-        operands = y, rows, weight.data, *sizes, *factors
+        operands = y, rows, weight.data, self._chunk, *sizes, *factors
         self._launch(plan.kernel, plan.constants, plan.grid, plan.block, *operands, smem=plan.shared_bytes)
 
     def _gathered(self, x: DeviceArray, perm: DeviceArray) -> DeviceArray:

@@ -1,0 +1,11 @@
+// Which rows of a prefill chunk's bucket a product leaves out: those behind the chunk's last one.
+#pragma once
+#include "copy.cuh"
+
+constexpr int kChunkGroup = 128;   // all products leave out whole groups of rows, the same ones, so that none reads what another has left out
+
+// Returns whether a block whose first row is `first_row`, and which has rows of one group, has none of the chunk's rows. `chunk`: slot, start,
+// count, or null if every row is one of the chunk's. Behind pdl_wait.
+DEVICE bool is_behind_chunk(const int* chunk, int first_row) {
+  return chunk != nullptr && first_row / kChunkGroup * kChunkGroup >= load_now(chunk + 2);
+}
