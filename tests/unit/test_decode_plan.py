@@ -39,8 +39,8 @@ def constants_of(
 @pytest.mark.parametrize(
     ("rows", "cluster", "teams", "stages"),
     [
-        (1, 8, 1, 3), (2, 8, 1, 3), (14, 8, 1, 3), (16, 2, 2, 2), (24, 4, 1, 2), (32, 2, 2, 2), (33, 2, 2, 2),
-        (34, 1, 2, 2), (64, 1, 2, 2),
+        (1, 8, 1, 3), (2, 8, 1, 3), (4, 8, 1, 3), (5, 8, 1, 2), (14, 8, 1, 2), (16, 2, 2, 2), (24, 4, 1, 2),
+        (32, 2, 2, 2), (33, 2, 2, 2), (34, 1, 2, 2), (64, 1, 2, 2),
     ],
 )  # fmt: skip
 def test_fewer_blocks_share_the_runs_of_more_rows(rows: int, cluster: int, teams: int, stages: int) -> None:
