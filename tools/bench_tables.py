@@ -1,6 +1,6 @@
 """Measures what the tables of docs/performance.md say of cpmrt, row after row on one machine.
 
-    tools/bench_tables.py --out build/tables                     # all rows, 8 minutes on an H200
+    tools/bench_tables.py --out build/tables                     # all rows, ten minutes on an H200
     tools/bench_tables.py --out build/tables --only '8b|starts'  # those whose name the expression finds
     tools/bench_tables.py --out build/tables --seconds 300       # as many as begin within this time, in order
 
@@ -34,6 +34,7 @@ _MANY = "--case 1024:64:8 --case 1024:192:32 --case 1024:64:64"
 _MANY_SMALL = "--case 1024:192:8 --case 1024:192:32 --case 1024:192:64"
 _MANY_PORTABLE = "--case 1024:192:8 --case 1024:192:12 --case 1024:192:32"
 _MANY_LONG = "--case 8000:192:8 --case 32512:256:8"
+_SHORT_PROMPTS = "--repeats 5 " + " ".join(f"--case {tokens}:2" for tokens in (8, 60, 120, 250, 500, 600, 1000))
 # Prompts of 128K and more take seconds, and are measured once behind a warm-up.
 _AT_1K, _AT_32K, _AT_128K = "--case 1024:256", "--context 32K", "--context 128K --repeats 1"
 _TREE = f"{_8B} --draft eagle2 --draft-weight-bits 4 --draft-vocab 32768 --draft-head-bits 4 --simulate-accept 2.5"
@@ -77,6 +78,13 @@ ROWS = (
     Row("05b int4", f"{_05B} {_INT4} {_SHORT} {_AT_1K}"),
     Row("05b bf16", f"{_05B} {_SHORT} {_AT_1K}"),
     Row("8b int4, sequences", f"{_8B} {_INT4} {_SHORT} {_MANY}"),
+    Row("8b int4, short prompts", f"{_8B} {_INT4} {_SHORT} {_SHORT_PROMPTS}"),
+    Row("8b ternary, short prompts", f"{_8B} --weight-bits 2 {_SHORT} {_SHORT_PROMPTS}"),
+    Row("8b Q4_K_M, short prompts", f"{_8B} --block-type Q4_K_M {_SHORT} {_SHORT_PROMPTS}"),
+    Row("8b bf16, short prompts", f"{_8B} {_SHORT} {_SHORT_PROMPTS}"),
+    Row("05b int4, short prompts", f"{_05B} {_INT4} {_SHORT} {_SHORT_PROMPTS}"),
+    Row("8b int4, portable, short prompts", f"{_8B} {_INT4} {_SHORT} {_SHORT_PROMPTS}", is_portable=True),
+    Row("8b Q4_K_M, portable, short prompts", f"{_8B} --block-type Q4_K_M {_SHORT} {_SHORT_PROMPTS}", is_portable=True),
     Row("8b int4, sparse", f"{_8B} {_INT4} {_SPARSE} {_LONG} {_AT_1K} {_AT_32K}"),
     Row("8b int4, sparse, 128K", f"{_8B} {_INT4} {_SPARSE} {_LONG} {_AT_128K}"),
     Row("8b int4, 12 nodes", f"{_NODES_12} {_INT4} {_SHORT} {_AT_1K}"),
