@@ -45,9 +45,9 @@ def forward_of(config, engine, sparse, device):
 def traced(forward, launcher, gemm, settings):
     # Products go to a library, which loads by shape.
     products, own = set(), gemm.__class__._launch_own
-    def noted(y, x, w, alpha, beta):
+    def noted(y, x, w, alpha, beta, chunk=None):
         products.add((x.shape, w.shape, y.strides, alpha, beta))
-        own(gemm, y, x, w, alpha, beta)
+        own(gemm, y, x, w, alpha, beta, chunk)
     gemm._launch_own = noted
     launcher.graphs.clear()
     launcher.begin("all")
