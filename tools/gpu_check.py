@@ -68,7 +68,9 @@ SANITIZED = {
     "test_masked_sampling.py": ("test_tokens_are_the_definitions",),
     "test_masked_tree_sampling.py": ("test_a_tree_that_is_let_go_samples_anything",),
     "test_norm.py": ("test_rows_are_the_oracles",),
-    "test_packed_gemm.py": ("test_a_chunk_is_activated_as_by_a_kernel_behind_it",),
+    "test_packed_gemm.py": (
+        "test_a_chunk_is_activated_as_by_a_kernel_behind_it", "test_groups_of_rows_behind_a_chunk_stay_as_they_are",
+    ),  # fmt: skip
     "test_prefill_attention.py": ("test_a_bucket_that_is_no_multiple_of_the_tile", "test_an_empty_slot_stores_nothing"),
     "test_prefill_selected_wgmma.py": ("test_rows_that_look_at_everything_are_left_to_dense_attention",),
     "test_repack.py": ("test_bfloat16_scales_and_no_zero_points_of_a_source",),

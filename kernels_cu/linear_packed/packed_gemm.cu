@@ -1,4 +1,5 @@
-// Dense product of a prefill chunk of few rows with a packed weight, unpacked in registers on its way to the tensor cores.
+// Dense product of a prefill chunk with a packed weight, unpacked in registers, in blocks of 64 rows: where larger ones would leave
+// multiprocessors without work.
 //
 //   formula   y[m, n] = round(round(alpha * sum_k x[m, k] w[n, k]) + beta * y[m, n]); y is not read if beta is 0;
 //             w[n, k] = round(scale[n, k / G] * (u[n, k] - zero[n, k / G])), with minimums round(scale * u - minimum)

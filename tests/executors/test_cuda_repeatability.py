@@ -21,6 +21,7 @@ from executors.repeatability_cases import (
 )
 
 from cpmrt import LLM
+from cpmrt.bench.shapes import blocks_config
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +35,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "float16": {"dtype": "float16"},
     "int4": {"load_format": "dummy", "hf_overrides": {"quantization_config": GPTQ}},
+    "ternary": {
+        "load_format": "dummy", "hf_overrides": {"quantization_config": {"quant_method": "ternary", "group_size": 64}},
+    },
+    "Q4_1": {"load_format": "dummy", "hf_overrides": {"quantization_config": blocks_config("Q4_1")}},
     "fatrelu": {"hf_overrides": {"hidden_act": "fatrelu", "hidden_act_param": 0.1}},
     "fp8": {"kv_dtype": "fp8"},
     "sparse": {"sparse": SPARSE},

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from linear_cases import H200, ORIN, RTX_4090, bits, layout_of
+from kernel_compiles import Compiles
+from linear_cases import H200, ORIN, RTX_4090, bits, layout_of, older
 from packed_oracle import pack
 
+from cpmrt.bench.shapes import gptq_config, shape_config
+from cpmrt.config import EngineConfig, ModelConfig
 from cpmrt.cuda.build.spec import macros_of
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.ops.gemm import Gemm
@@ -21,11 +24,15 @@ from cpmrt.cuda.ops.linear_packed.chunk import (
     ChunkPlan,
     GatedConstants,
     blocks_for,
+    most_chunk_rows,
     plan_block,
     plan_chunk,
 )  # fmt: skip
-from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, ZERO_POINTS, PackedLayout
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, ZERO_POINTS, PackedLayout, packed_layout
+from cpmrt.cuda.ops.linear_packed.products import packed_workspace
+from cpmrt.cuda.precompile import known_device
 from cpmrt.dtypes import DType, from_float32, round_to
+from cpmrt.models.planning import weight_specs
 from cpmrt.ops import OPS
 
 DTYPES = [DType.BFLOAT16, DType.FLOAT16]
@@ -38,12 +45,16 @@ CASES = {
     "one slice": ("residual", 16, 128, 0, 128, 0, 4),
     "uneven o": ("residual", 2640, 1152, 0, 64, ZERO_POINTS, 4),
     "groups of 32": ("residual", 80, 640, 0, 32, 0, 4),
+    "square": ("residual", 512, 512, 0, 128, 0, 4),
     "gate_up": ("gate_up", 1280, 256, 0, 64, 0, 4),
     "wide gate_up": ("gate_up", 34816, 256, 0, 128, ZERO_POINTS, 4),
     "8B down": ("residual", 4096, 16384, 0, 128, 0, 4),
     "Q4_K gate_up": ("gate_up", 1280, 512, 0, 32, MINIMUMS, 4),
     "Q4_K qkv": ("qkv", 2688, 256, 96, 32, MINIMUMS, 4),
-    "ternary down": ("residual", 1040, 1152, 0, 128, 0, 2),
+    "ternary down": ("residual", 1040, 4096, 0, 128, 0, 2),
+    "Q3_K o": ("residual", 80, 640, 0, 16, 0, 4),
+    "groups of 16": ("residual", 1040, 640, 0, 16, ZERO_POINTS, 4),
+    "Q5_K gate_up": ("gate_up", 1280, 256, 0, 32, MINIMUMS, 8),
     "ternary gate_up": ("gate_up", 1280, 256, 0, 64, 0, 2),
     "Q8_0 qkv": ("qkv", 768, 640, 64, 32, 0, 8),
     "Q8_0 gate_up": ("gate_up", 1280, 256, 0, 32, 0, 8),
@@ -135,6 +146,27 @@ def test_every_block_has_the_bits_of_the_dense_product(cuda: Any, name: str, dty
 
 
 @pytest.mark.gpu
+def test_dependent_launches_keep_the_order(cuda: Any) -> None:
+    """Each launch reads the rows that the one before has written, with and without a dependent-launch edge."""
+    dtype, rng, rows = DType.BFLOAT16, np.random.default_rng(4), 256
+    case = make_case("square", dtype, cuda.device)
+    x, packed = rng.standard_normal((rows, case.layout.in_features), np.float32), cuda.array(case.packed)
+    sizes = *map(np.int32, (rows, x.shape[1], x.shape[1])), np.float32(1), np.float32(0)
+    chunk = cuda.array(np.array([0, 0, rows, 0], np.int32))
+    for block in blocks_of(case, cuda.device):
+        plan, results = plan_block(block, case.layout, rows, cuda.device), []
+        kernel = cuda.kernel(plan.kernel.name, dtype, **macros_of(plan.constants))
+        for pdl in (False, True):
+            buffers = [cuda.array(x, dtype) for _ in range(2)]
+            maps = [plan.rows(buffer) for buffer in buffers]
+            for step in range(12):
+                operands = buffers[1 - step % 2], maps[step % 2], packed, chunk
+                kernel(plan.grid, plan.block, *operands, *sizes, smem=plan.shared_bytes, pdl=pdl)
+            results.append(cuda.numpy(buffers[0]))
+        assert np.array_equal(*results), block
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [0, 1, 64, 65, 128, 129, 300])
 def test_groups_of_rows_behind_a_chunk_stay_as_they_are(cuda: Any, count: int) -> None:
     dtype, rng, rows = DType.BFLOAT16, np.random.default_rng(9), 384
@@ -156,7 +188,7 @@ def test_a_chunk_is_activated_as_by_a_kernel_behind_it(cuda: Any, dtype: DType, 
     for name in ("gate_up", "wide gate_up", "Q4_K gate_up", "ternary gate_up", "Q8_0 gate_up"):
         case, rng = make_case(name, dtype, cuda.device), np.random.default_rng(8)
         inner = case.layout.out_features // 2
-        for count in (1, 129, 300):
+        for count, last in ((1, 1), (129, 129), (300, 100)):
             x = round_to(rng.standard_normal((count, case.layout.in_features), np.float32), dtype)
             both = run(cuda, dtype, case, x, None, 1.0, plan_block(BLOCKS[0], case.layout, count, cuda.device))
             behind = cuda.array(np.zeros((count, inner), np.float32), dtype)
@@ -169,33 +201,73 @@ def test_a_chunk_is_activated_as_by_a_kernel_behind_it(cuda: Any, dtype: DType, 
                 out = cuda.array(np.full((count + 2, inner), np.nan, np.float32), dtype)
                 kernel = cuda.kernel(plan.kernel.name, dtype, **macros_of(plan.constants), GATED=1, **bound)
                 sizes = *map(np.int32, (count, 2 * inner, inner)), np.float32(1), np.float32(0)
-                operands = out[1:], plan.rows(rows), cuda.array(case.packed), None
+                chunk = cuda.array(np.array([0, 7, last, 1], np.int32))
+                operands = out[1:], plan.rows(rows), cuda.array(case.packed), chunk
                 kernel(plan.grid, plan.block, *operands, *sizes, smem=plan.shared_bytes)
-                words = cuda.numpy(out)
-                assert np.array_equal(words[1:-1], cuda.numpy(behind)), (name, block, count)
-                assert np.isnan(cuda.numpy(out, dtype)[[0, -1]]).all(), "stored outside y"
+                end = min(-(-last // 128) * 128, count)
+                assert np.array_equal(cuda.numpy(out)[1 : end + 1], cuda.numpy(behind)[:end]), (name, block, count)
+                assert np.isnan(cuda.numpy(out, dtype)[[0, *range(end + 1, count + 2)]]).all(), "stored outside y"
 
 
 SHAPES = (("gate_up", (32768, 4096)), ("residual", (4096, 16384)), ("residual", (16, 128)), ("qkv", (4608, 4096)))
-KINDS = ((32, ZERO_POINTS, 4), (64, 0, 4), (128, 0, 4), (32, MINIMUMS, 4), (128, 0, 2), (32, 0, 8), (16, MINIMUMS, 8))
+KINDS = (
+    (16, ZERO_POINTS, 4), (32, ZERO_POINTS, 4), (64, 0, 4), (128, 0, 4), (32, MINIMUMS, 4), (128, 0, 2), (32, 0, 8),
+    (16, 0, 8), (16, MINIMUMS, 8),
+)  # fmt: skip
+ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 
 
-@pytest.mark.parametrize("device", [H200, RTX_4090, ORIN], ids=["H200", "RTX 4090", "Orin"])
+DEVICES = [*map(known_device, ARCHITECTURES), older(H200)]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"{device.arch}-{device.capability}")
 @pytest.mark.parametrize(("group_size", "kind", "bits"), KINDS)
 def test_a_plan_fits_the_device_and_covers_the_product(device: Device, group_size: int, kind: int, bits: int) -> None:
     for product, shape in SHAPES:
         layout = layout_of(product, shape, group_size, device, zeros=kind, head_dim=128, bits=bits)
-        for count in (1, 63, 64, 65, 128, 129, 256, 500, 512):
+        for count in (1, 63, 64, 65, 128, 129, 500, 512, 1000, 2048):
             plan = plan_chunk(layout, count, device)
-            assert plan is not None
+            assert (plan is None) == (count > most_chunk_rows(layout, device))
+            if plan is None:
+                continue
             own = plan.constants
-            assert (plan.kernel.name == "packed_gemm_wgmma") == (device is H200)
+            assert (plan.kernel.name == "packed_gemm_wgmma") == (device.capability == 90)
             assert plan.shared_bytes <= device.shared_bytes_per_block
             assert own.stages >= 3
             assert plan.block <= 1024
             rows = getattr(own, "tokens", 128 if isinstance(own, GatedConstants) else 64)
-            needed = -(-layout.num_tiles // own.tiles), -(-count // rows)
-            assert np.prod(plan.grid) == np.prod(needed)
+            tile_blocks, row_blocks = -(-layout.num_tiles // own.tiles), -(-count // rows)
+            grids = {
+                "packed_gemm": (tile_blocks, row_blocks), "packed_gemm_wgmma": (row_blocks, tile_blocks),
+                "packed_gemm_wide": tile_blocks * row_blocks,
+            }  # fmt: skip
+            assert plan.grid == grids[plan.kernel.name]
+
+
+@pytest.mark.parametrize(("group_size", "kind", "bits"), KINDS)
+@pytest.mark.parametrize("arch", [pytest.param("sm_90", marks=pytest.mark.all), "sm_87"])
+def test_every_block_compiles_without_spills(
+    compiles: Compiles, arch: str, group_size: int, kind: int, bits: int
+) -> None:
+    device = known_device(arch)
+    layout = layout_of("gate_up", (32768, 4096), group_size, device, zeros=kind, bits=bits)
+    for block in blocks_for(layout, device):
+        plan = plan_block(block, layout, 64, device)
+        for dtype in DTYPES if arch == "sm_90" else DTYPES[:1]:
+            log = compiles.module(plan.kernel.file, arch, dtype, plan.constants).log
+            assert " 0 bytes spill stores, 0 bytes spill loads" in log, (block, dtype, log)
+            assert "warning" not in log and "C75" not in log, log
+
+
+@pytest.mark.parametrize("device", [H200, ORIN, known_device("sm_110")], ids=["H200", "Orin", "Thor"])
+@pytest.mark.parametrize("max_rows", [64, 512, 1024, 2048])
+def test_there_is_memory_for_a_weight_wherever_it_is_unpacked_there(device: Device, max_rows: int) -> None:
+    config = ModelConfig.from_hf(shape_config("minicpm4-8b") | {"quantization_config": gptq_config()})
+    settings = EngineConfig(prefill_chunk=max_rows)
+    specs = [spec for spec in weight_specs(config, settings) if spec.name.startswith("layers.0.") and spec.quant]
+    names = [spec.name for spec in packed_workspace(specs, config, max_rows, device)]
+    plans = [plan_chunk(packed_layout(spec, device), max_rows, device) for spec in specs]
+    assert ("packed_unpacked" in names) == (None in plans)
 
 
 # Product, shape, rows of a chunk; tiles and rows of the fastest block of those that were measured on an H200.

@@ -215,8 +215,9 @@ class DecodePlan:
         finds_room = row_units <= (self.clusters_at_once * 3 // 2 if is_narrow else self.clusters_at_once)
         has_pairs = not is_narrow and self._pairs_fill(row_units)
         if finds_room and not (is_long and has_pairs):
-            # Blocks on most multiprocessors leave the next kernel its room there (8 rows of an 8B: 1 % of a step).
-            fills = 2 * row_units * constants.cluster > self.device.num_sms
+            # Where wide blocks take more than half of the multiprocessors, two stages leave the next kernel room beside
+            # them: 8 rows of an 8B take 1 % less time for a step.
+            fills = not is_narrow and 2 * row_units * constants.cluster > self.device.num_sms
             return replace(constants, stages=_STAGES_OF_MANY) if fills else constants
         cluster, teams = (2, 2) if has_pairs else (4, 1)
         if row_units * cluster > self.device.num_sms * 3 // 2:

@@ -15,7 +15,7 @@ from cpmrt.cuda.build.spec import KernelSpec
 from cpmrt.cuda.driver.array import DeviceArray, KernelArgument, row_boxes
 from cpmrt.cuda.driver.device import Device
 from cpmrt.cuda.driver.launch import Dimensions
-from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SLICE_COLUMNS, LayoutConstants, PackedLayout
+from cpmrt.cuda.ops.linear_packed.layout import MINIMUMS, SCALE_GROUPS, SLICE_COLUMNS, LayoutConstants, PackedLayout
 
 if TYPE_CHECKING:
     from cpmrt.cuda.build.spec import Constants
@@ -24,10 +24,10 @@ _WGMMA_CAPABILITY = 90
 # Devices whose library multiplies with instructions that the kernels for all devices do without; sm_120 and later have
 # none of them.
 _LIBRARY_CAPABILITIES = range(90, 120)
-# There a weight is unpacked in memory for chunks of more rows than these, on sm_90 by the bits of a code: it then
-# serves so many that this costs less.
+# There it costs less to unpack a weight once in memory for chunks of more rows than these, on sm_90 by the bits of a
+# code, than to unpack it in every block. `most_chunk_rows` has an exception.
 _MOST_WGMMA_ROWS, _MOST_LIBRARY_ROWS = {2: 1024, 4: 1024, 8: 512}, 128
-# packed_gemm_wgmma.cu: with more sums a block has no registers for minimums beside them.
+# packed_gemm_wgmma.cu: up to so many sums, tiles times rows, a block has registers for codes of every kind.
 _MOST_SUMS = 8 * 128
 _FEWEST_STAGES = 3
 # packed_gemm.cu: the tiles of a block from which on no two warps share one. packed_gemm_wide.cu: threads of a tile.
@@ -83,8 +83,8 @@ PACKED_GEMM_WGMMA = KernelSpec(
 class Block:
     """A block of a kernel: it multiplies `rows` rows of x with `tiles` tiles of the weight.
 
-    `time`: what it takes alone on a multiprocessor of an H200 with 4,096 columns, us. `most_stages`: the most that it
-    asks for.
+    `time`: what it takes alone on a multiprocessor of an H200 with 4,096 columns of symmetric codes of 4 bits, us.
+    `most_stages`: the most that it asks for.
     """
 
     kernel: KernelSpec
@@ -174,9 +174,15 @@ def plan_block(block: Block, layout: PackedLayout, num_rows: int, device: Device
 
 
 def _takes(block: Block, layout: PackedLayout, device: Device) -> bool:
-    if block.kernel is PACKED_GEMM_WGMMA and layout.zeros == MINIMUMS and block.tiles * block.rows > _MOST_SUMS:
+    if block.kernel is PACKED_GEMM_WGMMA and block.tiles * block.rows > _MOST_SUMS and _is_demanding(block, layout):
         return False
     return _FEWEST_STAGES * _stage_bytes(block, layout) <= device.shared_bytes_per_block
+
+
+def _is_demanding(block: Block, layout: PackedLayout) -> bool:
+    """Tell whether codes of this kind would spill registers beside more than `_MOST_SUMS` sums, as ptxas reports."""
+    has_many_zeros = layout.zeros == MINIMUMS or bool(layout.zeros and layout.scale_group == SCALE_GROUPS[0])
+    return has_many_zeros or (layout.bits == 8 and block.tiles == 12)
 
 
 def _stage_bytes(block: Block, layout: PackedLayout) -> int:
