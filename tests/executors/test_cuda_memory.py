@@ -34,7 +34,7 @@ PARAMS = [
     SamplingParams(max_new_tokens=45, temperature=0.9, top_p=0.9, min_p=0.01, seed=3, ignore_eos=True, logprobs=4),
     SamplingParams(max_new_tokens=20, temperature=1.2, top_k=20, repetition_penalty=1.2, seed=4, ignore_eos=True),
 ]
-PROMPTS = [list(range(3, 50)), [5 + i % 90 for i in range(300)], [7]]
+PROMPTS = [list(range(3, 50)), [5 + i % 90 for i in range(200)], [7]]
 
 
 def spread(plan: MemoryPlan) -> MemoryPlan:
@@ -137,10 +137,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_model(folder, BASE | ROWS[request.param])
 
 
-# The prefix cache is off: pages that were poisoned must not be reused. The chunk of 300 tokens is one of 512 rows, of
-# which products leave the last 128 out.
+# The prefix cache is off: pages that were poisoned must not be reused.
 SETTINGS = {
-    "executor": "cuda", "prefill_chunk": 512, "max_sequences": 3, "max_context": 512, "prefix_cache": False,
+    "executor": "cuda", "prefill_chunk": 128, "max_sequences": 3, "max_context": 256, "prefix_cache": False,
 }  # fmt: skip
 
 
