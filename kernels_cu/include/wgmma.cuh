@@ -111,9 +111,6 @@ WGMMA(128, WGMMA_R0 ", " WGMMA_R1 ", " WGMMA_R2 ", " WGMMA_R3, WGMMA_LIST(WGMMA_
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));           \
   }
 
-WGMMA_TILE(16, "%0, %1, %2, %3, %4, %5, %6, %7", WGMMA_LIST(WGMMA_SUMS4(c, 0), WGMMA_SUMS4(c, 4)), "8", "9", "10", "11",
-           "12", "13")
-WGMMA_TILE(32, WGMMA_R0, WGMMA_LIST(WGMMA_SUMS16(c, 0)), "16", "17", "18", "19", "20", "21")
 WGMMA_TILE(64, WGMMA_R0 ", " WGMMA_R1, WGMMA_LIST(WGMMA_SUMS32(c, 0)), "32", "33", "34", "35", "36", "37")
 WGMMA_TILE(128, WGMMA_R0 ", " WGMMA_R1 ", " WGMMA_R2 ", " WGMMA_R3, WGMMA_LIST(WGMMA_SUMS32(c, 0), WGMMA_SUMS32(c, 32)),
            "64", "65", "66", "67", "68", "69")

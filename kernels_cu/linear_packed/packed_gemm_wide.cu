@@ -18,8 +18,8 @@
 //   oracle    reference/ops.py project_residual without bias (alpha = the residual scale, beta = 1)
 //   source    original; layout of the mma fragments as in the PTX manual, section 9.7.14
 //   layout    a packed tile is two fragments of operand B, lo's rows and hi's. Weights are codes until they are in registers: in 4
-//             bits half a slice of x and w takes 25 KB, and four of them fit where a block has 99 KB. Fragments of x are loaded sixteen products
-//             ahead, across the border of two stages: the barrier between them hides behind those products.
+//             bits half a slice of x and w takes 25 KB, and four of them fit where a block has 99 KB. Fragments of x are loaded
+//             sixteen products ahead, across the border of two stages: the barrier between them hides behind those products.
 #if !defined(LINEAR) || (LINEAR == 0 && !defined(HEAD_DIM)) || !defined(IN_FEATURES) || !defined(WEIGHT_BITS) || \
     !defined(RUNS) || !defined(SCALE_GROUP) || !defined(ZEROS) || !defined(TILES) || !defined(STAGES) || \
     (LINEAR != 2 && defined(GATED)) || (LINEAR != 2 && defined(FATRELU))
