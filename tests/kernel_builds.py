@@ -323,7 +323,7 @@ CONSTANTS: dict[str, tuple[Mapping[str, int], ...]] = {
     + (
         {"LINEAR": 3, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 1, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 2, "RUNS": 8, "SCALE_GROUP": 128, "ZEROS": 0, "FORMAT": 0},
-        {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 8, "SCALE_GROUP": 16, "ZEROS": 2, "FORMAT": 0},
+        {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 4, "RUNS": 8, "SCALE_GROUP": 32, "ZEROS": 2, "FORMAT": 0},
     ),
     "linear_packed/repack_blocks.cu": tuple(
         {"LINEAR": 1, "IN_FEATURES": 4096, "WEIGHT_BITS": 8, "RUNS": 8, "SCALE_GROUP": 16, "ZEROS": 2}
